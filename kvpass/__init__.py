@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kvpass: a torch.compile backend for decoders whose KV cache does not fit on the GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvpass._version import __version__
+
+if TYPE_CHECKING:
+    from kvpass.backends import backend
+    from kvpass.cache import TieredCache
+    from kvpass.config import Config
+    from kvpass.explanation import Explanation, explain
+
+__all__ = ["Config", "Explanation", "TieredCache", "__version__", "backend", "explain"]
+
+_HOMES = {
+    "backend": "kvpass.backends",
+    "TieredCache": "kvpass.cache",
+    "Config": "kvpass.config",
+    "explain": "kvpass.explanation",
+    "Explanation": "kvpass.explanation",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Lazily, so that `kvpass --help` does not wait for torch.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvpass' has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``torch.compile`` backend: find attentions, rewrite them, compile the rest, run steps.
+
+``model.compile(backend=kvpass.backend)`` or ``torch.compile(model, backend="kvpass")``; both
+accept ``options={...}`` with any key of :class:`kvpass.Config`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+import kvpass.ops  # defines the cached ops
+from kvpass.config import Config
+from kvpass.errors import KVPassWarning
+from kvpass.graph.find import find_sites
+from kvpass.graph.legality import graph_refusal
+from kvpass.graph.report import GraphReport, observe, report_graph
+from kvpass.graph.rewrite import rewrite
+from kvpass.runtime.manager import Manager
+from kvpass.runtime.table import normalize
+from kvpass.step import RewrittenGraph
+
+_managers: dict[tuple[str, torch.device], Manager] = {}
+_lock = threading.Lock()
+_warned: set[str] = set()
+
+
+def backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Callable[..., Any]:
+    """Compile one graph of Dynamo.
+
+    Args:
+        gm: the graph; left as it is.
+        example_inputs: its inputs.
+        mode: of ``torch.compile``; ``"reduce-overhead"`` and ``"max-autotune"`` run without CUDA
+            graphs in this version, with one warning.
+        options: keys of :class:`kvpass.Config`.
+        **kwargs: refused, so that a misspelt argument does not pass in silence.
+
+    Returns:
+        A callable that runs the graph.
+
+    Raises:
+        ConfigError: an option is unknown or out of range.
+        TypeError: an unknown keyword argument.
+    """
+    if kwargs:
+        raise TypeError(f"kvpass.backend got unknown arguments {sorted(kwargs)}; use options={{}}")
+    config = Config.load(**dict(options or {}))
+    if mode not in (None, "default"):
+        _warn_once(
+            f"mode={mode!r}: kvpass runs without CUDA graphs in this version, as with the default "
+            "mode"
+        )
+    gm = _copy(gm)  # Dynamo still reads the graph it gave
+    result = find_sites(gm)
+    refusal = graph_refusal(gm) if result.sites else None
+    report = report_graph(gm, result, refusal)
+    observe(report)
+    if refusal is not None:
+        _warn_once(f"attention is not rewritten: {refusal}")
+    if refusal is not None or not result.sites:
+        return compile_inner(gm, list(example_inputs), config)
+    plan = rewrite(gm, result.sites, config.memory.block_size)
+    examples = [node.meta["example_value"] for node in gm.graph.nodes if node.op == "placeholder"]
+    inner = compile_inner(gm, examples, config)
+    device = result.sites[0].query.meta["example_value"].device
+    return RewrittenGraph(plan, inner, config, device, manager_for)
+
+
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    result = graph.graph_copy(gm.graph, values)
+    old = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
+    graph.output(result).meta = dict(old.meta)
+    copy = fx.GraphModule(gm, graph)
+    copy.meta = dict(gm.meta)
+    return copy
+
+
+def manager_for(config: Config, device: torch.device) -> Manager:
+    """The manager shared by the functional caches of one configuration on one device."""
+    key = (config.model_dump_json(), normalize(device))
+    with _lock:
+        if key not in _managers:
+            _managers[key] = Manager(config, device)
+        return _managers[key]
+
+
+def compile_inner(gm: fx.GraphModule, inputs: list[Any], config: Config) -> Callable[..., Any]:
+    """Compile a graph with the inner compiler that the configuration names."""
+    name = config.inner
+    if name == "auto":
+        name = "inductor"
+        if not _has_compiler(inputs):
+            name = "aot_eager"
+            _warn_once(
+                "no C++ compiler was found, so the rest of the model runs uncompiled (aot_eager): "
+                "install g++ or clang++"
+            )
+    if name == "eager":
+        return gm.forward
+    if name == "aot_eager":
+        from torch._dynamo.backends.debugging import aot_eager
+
+        compiled: Callable[..., Any] = aot_eager(gm, inputs)
+        return compiled
+    from torch._inductor.compile_fx import compile_fx
+
+    result: Callable[..., Any] = compile_fx(gm, inputs)
+    return result
+
+
+def _has_compiler(inputs: list[Any]) -> bool:
+    if any(isinstance(x, torch.Tensor) and x.device.type == "cuda" for x in inputs):
+        return True
+    from torch._inductor import config as inductor_config
+
+    candidates = inductor_config.cpp.cxx
+    names = [c for c in (candidates if isinstance(candidates, tuple) else (candidates,)) if c]
+    return any(shutil.which(str(name)) for name in (*names, "g++", "clang++"))
+
+
+def _warn_once(message: str) -> None:
+    with _lock:
+        if message in _warned:
+            return
+        _warned.add(message)
+    warnings.warn(f"kvpass: {message}", KVPassWarning, stacklevel=3)
+
+
+__all__ = ["GraphReport", "backend", "compile_inner", "manager_for"]

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TieredCache: a KV cache whose blocks live in a hot and a cold tier.
+
+``update`` traces to one op without a graph break. In a graph compiled by ``kvpass.backend`` that
+op and the attention behind it become ``kvpass::append`` and ``kvpass::attend``; anywhere else it
+still gives the right keys and values, as dense copies.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kvpass.ops  # defines the ops that update traces to
+from kvpass.config import Config
+from kvpass.errors import CacheStateError, CapacityError, KVPassWarning, ShapeError, UnsupportedError
+from kvpass.runtime import directory
+from kvpass.runtime.batch import Batch
+from kvpass.runtime.geometry import BlockGeometry
+from kvpass.runtime.manager import Manager
+from kvpass.runtime.metrics import Snapshot
+from kvpass.runtime.table import normalize
+
+KNOWN_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+
+
+class TieredState:
+    """What a TieredCache's handle stands for: its manager and its batch, made on first use."""
+
+    def __init__(self, config: Config, layers: int, max_tokens: int) -> None:
+        self.config = config
+        self.layers = layers
+        self.max_tokens = max_tokens
+        self.manager: Manager | None = None
+        self.batch: Batch | None = None
+        self._lock = threading.Lock()
+        self._warned = False
+
+    def bind(
+        self, size: int, device: torch.device, geometries: dict[int, BlockGeometry], tokens: int
+    ) -> tuple[Manager, Batch]:
+        """The manager and the batch for a step of ``tokens`` tokens.
+
+        Raises:
+            CapacityError: the step would pass ``max_tokens``.
+            ShapeError: batch size, device or layout differ from what the cache holds.
+        """
+        with self._lock:
+            if self.manager is None:
+                self.manager = Manager(self.config, device)
+            if self.manager.device != normalize(device):
+                raise ShapeError(
+                    f"this cache is on {self.manager.device}; the model gave keys on {device}: "
+                    "make a new cache for another device"
+                )
+            if self.batch is None:
+                self.batch = self.manager.new_batch(size, self.layers, self.max_tokens)
+                self.manager.lease(self, self.batch)
+            batch = self.batch
+            if batch.size != size:
+                raise ShapeError(
+                    f"this cache holds {batch.size} sequences, the model gave {size}: use "
+                    "batch_select_indices, batch_repeat_interleave or reset, or a new cache"
+                )
+            for layer, geometry in geometries.items():
+                if not 0 <= layer < self.layers:
+                    raise ShapeError(f"layer {layer} of a cache made for {self.layers} layers")
+                batch.define(layer, geometry)
+                if batch.lengths[layer] + tokens > self.max_tokens:
+                    raise CapacityError(
+                        f"{batch.lengths[layer]} tokens stored + {tokens} new > max_tokens="
+                        f"{self.max_tokens}: make the cache with a larger max_tokens"
+                    )
+            return self.manager, batch
+
+    def update_dense(self, k: Tensor, v: Tensor, layer: int, past: int) -> tuple[Tensor, Tensor]:
+        """Append outside a rewritten graph, and return dense copies of everything."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "a TieredCache is used outside a graph rewritten by kvpass: every step copies the "
+                "whole cache together. Compile the model with model.compile(backend="
+                "kvpass.backend) under torch.no_grad(); kvpass.explain says what is rewritten",
+                KVPassWarning,
+                stacklevel=2,
+            )
+        geometry = BlockGeometry(
+            k.shape[1], k.shape[3], v.shape[3], k.dtype, self.config.memory.block_size
+        )
+        manager, batch = self.bind(k.shape[0], k.device, {layer: geometry}, k.shape[2])
+        if batch.lengths[layer] != past:
+            raise CacheStateError(
+                f"layer {layer} holds {batch.lengths[layer]} tokens, the graph was given {past}: "
+                "the cache was changed from outside in between"
+            )
+        with manager.step(batch, k.shape[2], [layer]) as rows:
+            torch.ops.kvpass.append(k, v, rows, layer, self.config.memory.block_size)
+        return manager.gather(batch, layer, batch.lengths[layer])
+
+    def replace(self, batch: Batch | None) -> None:
+        """Take another batch's place (after fork); the old one is released."""
+        with self._lock:
+            old, self.batch = self.batch, batch
+            if self.manager is not None:
+                if old is not None:
+                    self.manager.release(old)
+                if batch is not None:
+                    self.manager.lease(self, batch)
+
+
+class TieredCache:
+    """KV cache in two tiers for a decoder of ``config``'s shape.
+
+    With a transformers config the object is also a transformers ``Cache`` and goes into
+    ``generate(past_key_values=...)``. A cache serves one thread at a time.
+
+    Args:
+        config: model config (transformers, or any object with ``num_hidden_layers``).
+        max_tokens: tokens a sequence can hold at most.
+        hot: size of the hot arena, ``"64MiB"``, bytes, or ``"auto"``.
+        cold: size of the cold tier, likewise.
+        **options: any other key of :class:`kvpass.Config`, e.g. ``resident_tokens=256``.
+
+    Raises:
+        ConfigError: an option is unknown or out of range.
+        CapacityError: ``max_tokens`` is not a positive integer.
+        UnsupportedError: the model has layers that keep other state than keys and values.
+    """
+
+    def __new__(cls, config: Any = None, *args: Any, **kwargs: Any) -> TieredCache:
+        """A transformers ``Cache`` too, where the config is of transformers."""
+        if cls is TieredCache and _is_transformers(config):
+            from kvpass.hf import TransformersTieredCache
+
+            cls = TransformersTieredCache
+        return object.__new__(cls)
+
+    def __init__(
+        self,
+        config: Any,
+        max_tokens: int,
+        hot: int | str | None = None,
+        cold: int | str | None = None,
+        **options: Any,
+    ) -> None:
+        given = {"hot": hot, "cold": cold}
+        options.update({key: value for key, value in given.items() if value is not None})
+        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
+            raise CapacityError(f"max_tokens={max_tokens!r} must be a positive integer")
+        if hasattr(config, "get_text_config"):
+            config = config.get_text_config(decoder=True)
+        layers = getattr(config, "num_hidden_layers", None)
+        if not isinstance(layers, int) or layers < 1:
+            raise UnsupportedError(
+                f"{type(config).__name__} has no num_hidden_layers: pass the model's config"
+            )
+        for kind in getattr(config, "layer_types", None) or ():
+            if kind not in KNOWN_LAYER_TYPES:
+                raise UnsupportedError(
+                    f"layer type {kind!r} keeps other state than keys and values: kvpass cannot "
+                    "hold it; use the model's own cache"
+                )
+        self.kvpass_config = Config.load(**options)
+        self.block_size: int = self.kvpass_config.memory.block_size
+        self.max_tokens = max_tokens
+        self._lengths = [0] * layers
+        self._state = TieredState(self.kvpass_config, layers, max_tokens)
+        self._handle = directory.enroll(self._state)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append keys and values; return all of them.
+
+        Args:
+            key_states: ``[B, Hkv, n, Dk]``.
+            value_states: ``[B, Hkv, n, Dv]``.
+            layer_idx: index of the layer.
+            *args: ignored, for the protocol of transformers.
+            **kwargs: likewise.
+
+        Returns:
+            ``[B, Hkv, stored + n, Dk]`` and ``[B, Hkv, stored + n, Dv]``.
+        """
+        past = self._lengths[layer_idx]
+        keys, values = torch.ops.kvpass.cache_update(
+            key_states, value_states, self._handle, layer_idx, past, self.block_size
+        )
+        self._lengths[layer_idx] = past + key_states.shape[2]
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens stored."""
+        return self._lengths[layer_idx]
+
+    def __len__(self) -> int:
+        """Layers."""
+        return len(self._lengths)
+
+    def reset(self) -> None:
+        """Forget all sequences."""
+        self._state.replace(None)
+        self._set_lengths(0)
+
+    def truncate(self, length: int) -> None:
+        """Keep the first ``length`` tokens of every sequence; more than stored keeps all.
+
+        Raises:
+            CapacityError: ``length`` is not an integer, or negative.
+        """
+        if isinstance(length, bool) or not isinstance(length, int) or length < 0:
+            raise CapacityError(f"truncate({length!r}): give the number of tokens to keep, >= 0")
+        state = self._state
+        if state.batch is not None and state.manager is not None:
+            length = min(length, *self._lengths)
+            state.manager.crop(state.batch, length)
+            self._set_lengths(length)
+
+    def select(self, sequences: list[int]) -> None:
+        """Keep these sequences, in this order; repeated ones share full blocks."""
+        state = self._state
+        if state.batch is not None and state.manager is not None:
+            state.replace(state.manager.fork(state.batch, sequences))
+
+    def snapshot(self) -> Snapshot | None:
+        """Where the bytes of this cache are; None before the first use."""
+        manager = self._state.manager
+        return manager.snapshot() if manager is not None else None
+
+    @property
+    def manager(self) -> Manager | None:
+        """The manager of this cache; None before the first use."""
+        return self._state.manager
+
+    @property
+    def batch(self) -> Batch | None:
+        """The batch of this cache; None before the first use."""
+        return self._state.batch
+
+    def _set_lengths(self, length: int) -> None:
+        for layer in range(len(self._lengths)):
+            self._lengths[layer] = length
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TieredCache:
+        """A cache of its own that shares full blocks until either writes."""
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__)
+        copy._lengths = list(self._lengths)
+        copy._state = TieredState(self.kvpass_config, len(self._lengths), self.max_tokens)
+        copy._handle = directory.enroll(copy._state)
+        state = self._state
+        if state.batch is not None and state.manager is not None:
+            copy._state.manager = state.manager
+            copy._state.replace(state.manager.fork(state.batch, range(state.batch.size)))
+        return copy
+
+    def __repr__(self) -> str:
+        """Length, capacity and hot size."""
+        return (
+            f"{type(self).__name__}(tokens={self._lengths[0]}, max_tokens={self.max_tokens}, "
+            f"layers={len(self._lengths)}, hot={self.kvpass_config.memory.hot!r})"
+        )
+
+
+def _is_transformers(config: Any) -> bool:
+    return any(base.__module__.startswith("transformers.") for base in type(config).__mro__)

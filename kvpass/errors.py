@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Typed errors and warnings of kvpass; every message names the offending value and the fix."""
+
+from __future__ import annotations
+
+
+class KVPassError(Exception):
+    """Base class of all errors raised by kvpass."""
+
+
+class ConfigError(KVPassError, ValueError):
+    """A configuration key is unknown, or its value has the wrong type or range."""
+
+
+class UnsupportedError(KVPassError, NotImplementedError):
+    """A request that kvpass refuses because it could not be answered exactly."""
+
+
+class OutOfMemoryError(KVPassError, MemoryError):
+    """No tier has room for a block: the hot arena, host memory or disk is full."""
+
+
+class CapacityError(KVPassError, ValueError):
+    """A sequence would grow beyond the capacity its cache was made with."""
+
+
+class CacheStateError(KVPassError, RuntimeError):
+    """A cache or a handle is used in a state that has no right answer (freed, in use, mixed)."""
+
+
+class ShapeError(KVPassError, ValueError):
+    """Tensors given to an op disagree in shape, dtype or device."""
+
+
+class CheckpointError(KVPassError, ValueError):
+    """A checkpoint is missing, damaged, or of a model family that cannot be loaded."""
+
+
+class KVPassWarning(UserWarning):
+    """A model or graph is left as it was; the message says why and what to change."""

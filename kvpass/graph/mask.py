@@ -1,0 +1,476 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a mask means: abstract values of index arithmetic, comparisons and 0/min masks.
+
+An expression is read only if every index in it is proven: which axis it runs along, from which
+offset and over which extent. Axes are counted from the right (-1 = keys, -2 = queries), as
+broadcasting does. Whatever is not read is passed to the kernel as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from kvpass.graph.walk import (
+    Size,
+    bind,
+    inserted_axes,
+    is_cast,
+    number_of,
+    op_name,
+    proven,
+    same,
+    scalar_of,
+    shape_of,
+    tensor_of,
+)
+
+
+@dataclass(frozen=True)
+class Index:
+    """Integer tensor whose value is the position along ``axis`` plus ``offset``."""
+
+    axis: int | None
+    offset: Size
+    extent: Size
+
+
+@dataclass(frozen=True)
+class Const:
+    """Tensor with one value everywhere."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Visible where key position j <= query position i + ``shift``."""
+
+    k_axis: int
+    q_axis: int | None
+    shift: Size
+    k_extent: Size
+    q_extent: Size
+
+
+@dataclass(frozen=True)
+class Pad:
+    """Visible where ``node``[b, j], a bool tensor [B, keys]."""
+
+    node: fx.Node
+    b_axis: int
+    k_axis: int
+    b_extent: Size
+    k_extent: Size
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Tensor that is nonzero exactly where all bounds and paddings allow (or not, if negated)."""
+
+    bounds: tuple[Bound, ...] = ()
+    pads: tuple[Pad, ...] = ()
+    negated: bool = False
+
+
+@dataclass(frozen=True)
+class Bias:
+    """Float tensor that is 0 where ``keep`` holds and ``hidden`` elsewhere."""
+
+    keep: Keep
+    hidden: float
+
+
+Value = Index | Const | Keep | Bias
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A mask that has been read: causal, padding, or neither."""
+
+    causal: bool
+    kv_mask: fx.Node | None
+    # Hidden keys get this score; -inf also for bool masks of SDPA.
+    hidden: float = -math.inf
+
+
+class MaskReader:
+    """Reads mask expressions of one graph."""
+
+    def __init__(self) -> None:
+        self._known: dict[fx.Node, Value | None] = {}
+
+    def value(self, node: object) -> Value | None:
+        """The abstract value of a node, or None if it has none."""
+        if not isinstance(node, fx.Node):
+            number = number_of(node)
+            return None if number is None else Const(number)
+        if node not in self._known:
+            self._known[node] = None
+            self._known[node] = self._evaluate(node)
+        return self._known[node]
+
+    def read(
+        self, value: Value | None, shape: tuple[Size, ...], batch: Size, queries: Size, keys: Size
+    ) -> Reading | None:
+        """What a bool or 0/min value means for scores [batch, heads, queries, keys], or None."""
+        hidden = -math.inf
+        if isinstance(value, Bias):
+            value, hidden = value.keep, value.hidden
+        if not isinstance(value, Keep) or value.negated or not shape or not same(shape[-1], keys):
+            return None
+        causal = False
+        for bound in value.bounds:
+            if bound.k_axis != -1 or not same(bound.k_extent, keys):
+                return None
+            if bound.q_axis not in (-2, None) or not same(bound.q_extent, queries):
+                return None
+            if same(bound.shift, keys - queries):
+                causal = True
+            elif not proven(bound.shift >= keys - 1):
+                return None
+        nodes = {pad.node for pad in value.pads}
+        if len(nodes) > 1:
+            return None
+        for pad in value.pads:
+            rows = tensor_of(pad.node)
+            if pad.b_axis != -4 or pad.k_axis != -1 or rows is None:
+                return None
+            fits = same(pad.b_extent, batch) and same(rows.shape[0], batch)
+            if not fits or not same(pad.k_extent, keys):
+                return None
+        return Reading(causal, next(iter(nodes), None), hidden)
+
+    def _evaluate(self, node: fx.Node) -> Value | None:
+        handler = _HANDLERS.get(op_name(node))
+        value = handler(self, node) if handler is not None else None
+        if value is None and is_cast(node) and isinstance(node.args[0], fx.Node):
+            value = self._cast(node)
+        if value is None:
+            value = _opaque(node)
+        return value
+
+    def _cast(self, node: fx.Node) -> Value | None:
+        value, tensor = self.value(node.args[0]), tensor_of(node)
+        before = tensor_of(node.args[0])
+        if tensor is None or before is None or tensor.shape != before.shape:
+            return None
+        if isinstance(value, Index) and tensor.dtype in (torch.int64, torch.int32):
+            return value
+        if isinstance(value, Keep) and (before.dtype == torch.bool or tensor.dtype == torch.bool):
+            return value
+        if isinstance(value, (Const, Bias)) and tensor.dtype == before.dtype:
+            return value
+        return None
+
+    def _arange(self, node: fx.Node) -> Value | None:
+        tensor = tensor_of(node)
+        extra = ("dtype", "device", "layout", "pin_memory", "requires_grad")
+        if any(key not in (*extra, "start", "end", "step") for key in node.kwargs):
+            return None
+        if tensor is None or tensor.dtype not in (torch.int64, torch.int32):
+            return None
+        positional = list(node.args)
+        if len(positional) == 1 and "start" not in node.kwargs and "end" not in node.kwargs:
+            start: Any = 0
+        elif positional:
+            start = positional[0] if len(positional) > 1 or "end" in node.kwargs else None
+        else:
+            start = node.kwargs.get("start", 0)
+        step = positional[2] if len(positional) > 2 else node.kwargs.get("step", 1)
+        offset = scalar_of(start)
+        if offset is None or step != 1:
+            return None
+        return Index(-1, offset, tensor.shape[0])
+
+    def _shift(self, node: fx.Node) -> Value | None:
+        bound = bind(node, "input", "other")
+        if bound is None or len(bound) != 2:
+            return None
+        left, right = bound["input"], bound["other"]
+        sign = -1 if op_name(node) == "sub" else 1
+        value, amount = self.value(left), scalar_of(right)
+        if not isinstance(value, Index) and sign == 1:
+            value, amount = self.value(right), scalar_of(left)
+        if not isinstance(value, Index) or amount is None:
+            return None
+        return replace(value, offset=value.offset + sign * amount)
+
+    def _getitem(self, node: fx.Node) -> Value | None:
+        source, index = node.args
+        shape = shape_of(source)
+        if not isinstance(source, fx.Node) or shape is None:
+            return None
+        axes = inserted_axes(index, len(shape))
+        if axes is not None:
+            return self._moved(source, node, axes)
+        if isinstance(index, tuple) and len(index) == 2:
+            return self._gather(source, index)
+        return None
+
+    def _gather(self, source: fx.Node, index: tuple[Any, ...]) -> Value | None:
+        """``attention_mask[batch_idx, kv_idx]`` with two index tensors that broadcast."""
+        rows, columns = self.value(index[0]), self.value(index[1])
+        mask = tensor_of(source)
+        if mask is None or mask.dim() != 2 or mask.dtype != torch.bool:
+            return None
+        if not isinstance(rows, Index) or not isinstance(columns, Index):
+            return None
+        if rows.axis is None or columns.axis is None or rows.axis == columns.axis:
+            return None
+        if not same(rows.offset, 0) or not same(columns.offset, 0):
+            return None
+        pad = Pad(source, rows.axis, columns.axis, rows.extent, columns.extent)
+        return Keep(pads=(pad,))
+
+    def _unsqueeze(self, node: fx.Node) -> Value | None:
+        bound, shape = bind(node, "input", "dim"), shape_of(node.args[0])
+        if bound is None or shape is None or not isinstance(bound.get("dim"), int):
+            return None
+        rank = len(shape) + 1
+        axes: list[int | None] = list(range(len(shape)))
+        axes.insert(bound["dim"] % rank, None)
+        return self._moved(node.args[0], node, axes)
+
+    def _reshape(self, node: fx.Node) -> Value | None:
+        """A 1-D index laid along one axis of a shape whose other axes are all one."""
+        source = node.args[0]
+        before, after = shape_of(source), shape_of(node)
+        if before is None or after is None or len(before) != 1 or len(node.args) < 2:
+            return None
+        dims = node.args[1] if isinstance(node.args[1], (list, tuple)) else node.args[1:]
+        free = [i for i, dim in enumerate(dims) if not (isinstance(dim, int) and dim == 1)]
+        if len(free) != 1 or len(dims) != len(after) or not same(after[free[0]], before[0]):
+            return None
+        if not isinstance(dims[free[0]], (int, fx.Node)):
+            return None
+        return self._moved(source, node, [0 if i == free[0] else None for i in range(len(after))])
+
+    def _moved(self, source: object, node: fx.Node, axes: list[int | None]) -> Value | None:
+        """The value of ``source`` with output axis i taken from input axis ``axes[i]``."""
+        value, before, after = self.value(source), shape_of(source), shape_of(node)
+        if value is None or before is None or after is None or len(after) != len(axes):
+            return None
+        place: dict[int, int] = {}
+        size: dict[int, Size] = {}
+        for position, axis in enumerate(axes):
+            if axis is not None:
+                place[axis - len(before)] = position - len(axes)
+                # A slice from zero shortens the axis; one that was broadcast keeps its extent.
+                size[axis - len(before)] = after[position]
+
+        def extent(axis: int, old: Size) -> Size:
+            if same(size[axis], before[axis]):
+                return old
+            return size[axis] if same(old, before[axis]) else -1
+
+        if isinstance(value, Index):
+            if value.axis is None:
+                return value
+            return replace(value, axis=place[value.axis], extent=extent(value.axis, value.extent))
+        if isinstance(value, Const):
+            return value
+        keep = value.keep if isinstance(value, Bias) else value
+        try:
+            bounds = tuple(
+                replace(
+                    bound,
+                    k_axis=place[bound.k_axis],
+                    q_axis=None if bound.q_axis is None else place[bound.q_axis],
+                    k_extent=extent(bound.k_axis, bound.k_extent),
+                    q_extent=bound.q_extent
+                    if bound.q_axis is None
+                    else extent(bound.q_axis, bound.q_extent),
+                )
+                for bound in keep.bounds
+            )
+            pads = tuple(
+                replace(
+                    pad,
+                    b_axis=place[pad.b_axis],
+                    k_axis=place[pad.k_axis],
+                    b_extent=extent(pad.b_axis, pad.b_extent),
+                    k_extent=extent(pad.k_axis, pad.k_extent),
+                )
+                for pad in keep.pads
+            )
+        except KeyError:
+            return None
+        moved = replace(keep, bounds=bounds, pads=pads)
+        return replace(value, keep=moved) if isinstance(value, Bias) else moved
+
+    def _compare(self, node: fx.Node) -> Value | None:
+        bound = bind(node, "input", "other")
+        if bound is None or len(bound) != 2:
+            return None
+        left, right, name = bound["input"], bound["other"], op_name(node)
+        a, b = self._index(left), self._index(right)
+        if a is None or b is None:
+            return None
+        # Rewrite as "small <= large" possibly negated: x < y is not (y <= x).
+        if name in ("ge", "lt"):
+            small, large = b, a
+        else:
+            small, large = a, b
+        negated = name in ("lt", "gt")
+        return _below(small, large, negated)
+
+    def _index(self, item: object) -> Index | None:
+        number = scalar_of(item)
+        if number is not None:
+            return Index(None, number, 1)
+        value = self.value(item)
+        return value if isinstance(value, Index) else None
+
+    def _both(self, node: fx.Node) -> Value | None:
+        bound = bind(node, "input", "other")
+        if bound is None or len(bound) != 2:
+            return None
+        parts = [self.value(bound["input"]), self.value(bound["other"])]
+        tensor = tensor_of(node)
+        if tensor is None or tensor.dtype != torch.bool:
+            return None
+        keeps = [part for part in parts if isinstance(part, Keep) and not part.negated]
+        if len(keeps) != 2:
+            return None
+        bounds = keeps[0].bounds + keeps[1].bounds
+        pads = keeps[0].pads + keeps[1].pads
+        return Keep(bounds, pads)
+
+    def _invert(self, node: fx.Node) -> Value | None:
+        value, tensor = self.value(node.args[0]), tensor_of(node.args[0])
+        if isinstance(value, Keep) and tensor is not None and tensor.dtype == torch.bool:
+            return replace(value, negated=not value.negated)
+        return None
+
+    def _zero(self, node: fx.Node) -> Value | None:
+        """``x == 0`` and ``x != 0`` of a 0/1 tensor."""
+        bound = bind(node, "input", "other")
+        if bound is None or number_of(bound.get("other")) != 0.0:
+            return None
+        value = self.value(bound["input"])
+        if not isinstance(value, Keep):
+            return None
+        return replace(value, negated=value.negated != (op_name(node) == "eq"))
+
+    def _ones(self, node: fx.Node) -> Value | None:
+        return Keep()
+
+    def _zeros(self, node: fx.Node) -> Value | None:
+        return Const(0.0)
+
+    def _full(self, node: fx.Node) -> Value | None:
+        position = 2 if op_name(node) == "new_full" else 1
+        given = node.args[position] if len(node.args) > position else node.kwargs.get("fill_value")
+        number = number_of(given)
+        return None if number is None else Const(number)
+
+    def _tensor(self, node: fx.Node) -> Value | None:
+        number = number_of(node.args[0]) if len(node.args) == 1 else None
+        return None if number is None else Const(number)
+
+    def _triangle(self, node: fx.Node) -> Value | None:
+        bound, shape = bind(node, "input", "diagonal"), shape_of(node)
+        if bound is None or shape is None or len(shape) < 2:
+            return None
+        diagonal = scalar_of(bound.get("diagonal", 0))
+        inner = self.value(bound["input"])
+        if diagonal is None:
+            return None
+        lower = op_name(node) == "tril"
+        shift = diagonal if lower else diagonal - 1
+        keep = Keep(bounds=(Bound(-1, -2, shift, shape[-1], shape[-2]),))
+        if isinstance(inner, Keep) and not (inner.bounds or inner.pads or inner.negated):
+            return keep if lower else replace(keep, negated=True)
+        if isinstance(inner, Const) and not lower and inner.value < 0:
+            return Bias(keep, inner.value)
+        return None
+
+    def _where(self, node: fx.Node) -> Value | None:
+        bound = bind(node, "condition", "input", "other")
+        if bound is None or len(bound) != 3:
+            return None
+        keep = self.value(bound["condition"])
+        seen, hidden = self.value(bound["input"]), self.value(bound["other"])
+        if not isinstance(keep, Keep) or not isinstance(seen, Const):
+            return None
+        if not isinstance(hidden, Const):
+            return None
+        if hidden.value == 0.0:
+            keep, seen, hidden = replace(keep, negated=not keep.negated), hidden, seen
+        if seen.value != 0.0 or not hidden.value < 0:
+            return None
+        return Bias(keep, hidden.value)
+
+    def _masked_fill(self, node: fx.Node) -> Value | None:
+        bound = bind(node, "input", "mask", "value")
+        if bound is None or len(bound) != 3:
+            return None
+        base, mask, fill = (self.value(bound[key]) for key in ("input", "mask", "value"))
+        if not (isinstance(base, Const) and base.value == 0.0 and isinstance(mask, Keep)):
+            return None
+        if not isinstance(fill, Const) or not fill.value < 0:
+            return None
+        return Bias(replace(mask, negated=not mask.negated), fill.value)
+
+    def _same(self, node: fx.Node) -> Value | None:
+        """Broadcasting and copies: axes counted from the right do not move."""
+        value = self.value(node.args[0])
+        return value if node.args and isinstance(node.args[0], fx.Node) else None
+
+
+def _below(small: Index, large: Index, negated: bool) -> Keep | None:
+    """Where ``small <= large`` if one is the key index (axis -1 side) and the other is not.
+
+    With the key index on the large side the comparison is turned: i <= j is not (j <= i - 1).
+    """
+    if small.axis is None and large.axis is None:
+        return None
+    if small.axis is not None and (large.axis is None or small.axis > large.axis):
+        shift = large.offset - small.offset
+        bound = Bound(small.axis, large.axis, shift, small.extent, large.extent)
+        return Keep(bounds=(bound,), negated=negated)
+    if large.axis is not None and (small.axis is None or large.axis > small.axis):
+        # small + i <= large + j  <=>  not (j <= i + small - large - 1)
+        shift = small.offset - large.offset - 1
+        bound = Bound(large.axis, small.axis, shift, large.extent, small.extent)
+        return Keep(bounds=(bound,), negated=not negated)
+    return None
+
+
+def _opaque(node: fx.Node) -> Value | None:
+    """A bool [rows, keys] tensor of unknown content can still be padding."""
+    tensor = tensor_of(node)
+    if tensor is None or tensor.dtype != torch.bool or tensor.dim() != 2:
+        return None
+    return Keep(pads=(Pad(node, -2, -1, tensor.shape[0], tensor.shape[1]),))
+
+
+_HANDLERS: dict[str, Callable[[MaskReader, fx.Node], Value | None]] = {
+    "arange": MaskReader._arange,
+    "add": MaskReader._shift,
+    "sub": MaskReader._shift,
+    "getitem": MaskReader._getitem,
+    "unsqueeze": MaskReader._unsqueeze,
+    "view": MaskReader._reshape,
+    "reshape": MaskReader._reshape,
+    **dict.fromkeys(("le", "lt", "ge", "gt"), MaskReader._compare),
+    "and_": MaskReader._both,
+    "invert": MaskReader._invert,
+    "eq": MaskReader._zero,
+    "ne": MaskReader._zero,
+    **dict.fromkeys(("ones", "new_ones", "ones_like"), MaskReader._ones),
+    **dict.fromkeys(("zeros", "new_zeros", "zeros_like"), MaskReader._zeros),
+    **dict.fromkeys(("full", "new_full", "full_like"), MaskReader._full),
+    "tensor": MaskReader._tensor,
+    "tril": MaskReader._triangle,
+    "triu": MaskReader._triangle,
+    "where": MaskReader._where,
+    "masked_fill": MaskReader._masked_fill,
+    **dict.fromkeys(("expand", "expand_as", "contiguous", "clone", "detach"), MaskReader._same),
+}

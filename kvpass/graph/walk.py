@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading Dynamo FX graphs: names of calls, arguments, shapes that are proven, users, mutation."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+Size = int | torch.SymInt
+
+
+class NotMatched(Exception):
+    """A candidate turned out not to be a supported attention; the message is the reason."""
+
+
+_ALIASES = {
+    "truediv": "div",
+    "divide": "div",
+    "true_divide": "div",
+    "multiply": "mul",
+    "concat": "cat",
+    "concatenate": "cat",
+    "__and__": "and_",
+    "bitwise_and": "and_",
+    "logical_and": "and_",
+    "logical_not": "invert",
+    "bitwise_not": "invert",
+    "__invert__": "invert",
+    "inv": "invert",
+    "subtract": "sub",
+    "less_equal": "le",
+    "less": "lt",
+    "greater_equal": "ge",
+    "greater": "gt",
+    "swapaxes": "transpose",
+    "swapdims": "transpose",
+    "not_equal": "ne",
+    "__matmul__": "matmul",
+    "__getitem__": "getitem",
+}
+_IN_PLACE_OPERATORS = (
+    *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv),
+    *(operator.imod, operator.ipow, operator.imatmul, operator.iand, operator.ior),
+    *(operator.ixor, operator.ilshift, operator.irshift, operator.setitem, operator.delitem),
+)
+_NAMES = (
+    "add sub subtract mul multiply div truediv divide true_divide matmul bmm baddbmm einsum softmax"
+    " dropout cat concat concatenate where masked_fill arange le lt ge gt eq ne less less_equal"
+    " greater greater_equal not_equal and_ bitwise_and logical_and invert inv logical_not"
+    " bitwise_not transpose swapaxes swapdims permute reshape unsqueeze flatten repeat_interleave"
+    " getitem tril triu ones zeros full empty tensor ones_like zeros_like full_like tanh clone"
+    " scaled_dot_product_attention multi_head_attention_forward linear narrow squeeze select split"
+    " chunk unflatten detach neg"
+).split()
+
+
+def _function_names() -> dict[Any, str]:
+    table: dict[Any, str] = {}
+    for module in (F, torch, operator):
+        for name in _NAMES:
+            function = getattr(module, name, None)
+            if callable(function):
+                table[function] = _ALIASES.get(name, name)
+    table[getattr] = "getattr"
+    return table
+
+
+_FUNCTIONS = _function_names()
+
+# Operators whose result may share memory with their first argument.
+_VIEWS = frozenset(
+    "getitem transpose permute reshape view unsqueeze squeeze flatten expand expand_as contiguous"
+    " to float half bfloat16 double type type_as narrow select split chunk unflatten detach"
+    " view_as reshape_as movedim swapaxes t mT T bool long int getattr".split()
+)
+_SHAPE_READS = frozenset(("size", "numel", "dim", "nelement", "stride", "ndimension"))
+
+
+def op_name(node: object) -> str:
+    """One name for a call however it is spelled (``torch.mul``, ``*``, ``.mul``), else ``""``.
+
+    A function that is not known gives its own qualified name, which equals no known name.
+    """
+    if not isinstance(node, fx.Node):
+        return ""
+    if node.op == "call_method":
+        return _ALIASES.get(str(node.target), str(node.target))
+    if node.op == "call_function":
+        try:
+            known = _FUNCTIONS.get(node.target)
+        except TypeError:
+            known = None
+        return known or f"function {getattr(node.target, '__name__', node.target)}"
+    return ""
+
+
+def describe(node: fx.Node) -> str:
+    """The call in words for a message."""
+    name = op_name(node).removeprefix("function ")
+    return f"{name} ({node.name})" if name and name != node.name else node.name
+
+
+def bind(node: fx.Node, *names: str) -> dict[str, Any] | None:
+    """Arguments of a call by name, or None if it has some that are not among ``names``."""
+    if len(node.args) > len(names) or any(key not in names for key in node.kwargs):
+        return None
+    bound = dict(zip(names, node.args, strict=False))
+    if any(key in bound for key in node.kwargs):
+        return None
+    return bound | dict(node.kwargs)
+
+
+def value_of(node: object) -> Any:
+    """The example value Dynamo recorded, or None."""
+    return node.meta.get("example_value") if isinstance(node, fx.Node) else None
+
+
+def tensor_of(node: object) -> torch.Tensor | None:
+    """The fake tensor of a node, or None if it is no tensor."""
+    value = value_of(node)
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def need_tensor(node: object, what: str) -> torch.Tensor:
+    """The fake tensor of ``node``.
+
+    Raises:
+        NotMatched: it has none, so that nothing can be proven about it.
+    """
+    value = tensor_of(node)
+    if value is None:
+        raise NotMatched(f"{what} is not a tensor with a known shape")
+    return value
+
+
+def shape_of(node: object) -> tuple[Size, ...] | None:
+    """Sizes of the tensor of a node, ints or SymInts, or None."""
+    value = tensor_of(node)
+    return None if value is None else tuple(value.shape)
+
+
+def scalar_of(arg: object) -> Size | None:
+    """An int or SymInt given directly or by a node; None for anything else (also for bool)."""
+    value = value_of(arg) if isinstance(arg, fx.Node) else arg
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        return None
+    return value
+
+
+def number_of(arg: object) -> float | None:
+    """A Python number, or a SymFloat/SymInt that the shape environment has fixed to one value.
+
+    Dynamo passes float attributes as symbols under ``dynamic=True``; an operator that needs a
+    plain float makes it guard on the value, and only then is the value known here.
+    """
+    value = value_of(arg) if isinstance(arg, fx.Node) else arg
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, (int, float)):
+        return float(value)
+    if isinstance(value, (torch.SymFloat, torch.SymInt)):
+        inner = value.node
+        expr = inner.shape_env.replace(inner.expr)
+        return float(expr) if expr.is_number else None
+    return None
+
+
+def proven(condition: Any) -> bool:
+    """True if the condition holds for every input the graph's guards admit. Adds no guard."""
+    return bool(statically_known_true(condition))
+
+
+def same(a: Size, b: Size) -> bool:
+    """Whether two sizes are proven equal."""
+    return proven(a == b)
+
+
+def same_shape(a: Iterable[Size], b: Iterable[Size]) -> bool:
+    """Whether two shapes are proven equal."""
+    first, second = tuple(a), tuple(b)
+    return len(first) == len(second) and all(map(same, first, second))
+
+
+def inserted_axes(index: object, ndim: int) -> list[int | None] | None:
+    """For indexing by full slices, ``None`` and ``...`` only: the input axis of each output axis.
+
+    None in the list is an inserted axis of size one. Slices that begin at zero with step one are
+    let through as well: they shorten an axis but move nothing. Anything else gives None.
+    """
+    items = list(index) if isinstance(index, tuple) else [index]
+    axes: list[int | None] = []
+    used = sum(1 for item in items if isinstance(item, slice))
+    source = 0
+    for item in items:
+        if item is None:
+            axes.append(None)
+        elif item is Ellipsis:
+            for _ in range(ndim - used):
+                axes.append(source)
+                source += 1
+        elif isinstance(item, slice) and item.start in (None, 0) and item.step in (None, 1):
+            axes.append(source)
+            source += 1
+        else:
+            return None
+    axes.extend(range(source, ndim))
+    return axes if source <= ndim else None
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Whether the call can change nothing but dtype and device of its first argument."""
+    name = op_name(node)
+    if name in ("float", "half", "bfloat16", "double", "bool", "long", "int"):
+        return len(node.args) == 1 and not node.kwargs
+    if name in ("to", "type", "type_as"):
+        rest = [*node.args[1:], *node.kwargs.values()]
+        return not any(isinstance(item, torch.memory_format) for item in rest) and bool(rest)
+    return False
+
+
+def mutates(node: fx.Node) -> list[fx.Node]:
+    """The arguments a call writes to (empty for a pure call)."""
+    first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+    written: list[fx.Node] = []
+    out = node.kwargs.get("out")
+    if isinstance(out, fx.Node):
+        written.append(out)
+    if node.op == "call_method":
+        name = str(node.target)
+        if first is not None and name.endswith("_") and not name.endswith("__"):
+            written.append(first)
+        if first is not None and name in ("__setitem__", "__iadd__", "__imul__"):
+            written.append(first)
+    elif node.op == "call_function":
+        if isinstance(node.target, torch._ops.OpOverload):
+            for position, argument in enumerate(node.target._schema.arguments):
+                if argument.alias_info is None or not argument.alias_info.is_write:
+                    continue
+                given = node.kwargs.get(argument.name)
+                if position < len(node.args):
+                    given = node.args[position]
+                found: list[fx.Node] = []
+                fx.map_arg(given, found.append)
+                written.extend(found)
+            return written
+        name = getattr(node.target, "__name__", "")
+        in_place = any(node.target is op for op in _IN_PLACE_OPERATORS)
+        if node.kwargs.get("inplace") is True or (name.endswith("_") and not _is_operator(node)):
+            in_place = True
+        if first is not None and in_place:
+            written.append(first)
+    return written
+
+
+def _is_operator(node: fx.Node) -> bool:
+    return getattr(node.target, "__module__", "") in ("_operator", "operator")
+
+
+def live_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that the outputs or a side effect need; the rest are dropped as dead code."""
+    live: set[fx.Node] = set()
+    stack = [
+        node
+        for node in graph.nodes
+        if node.op in ("output", "call_module") or node.is_impure() or mutates(node)
+    ]
+    while stack:
+        node = stack.pop()
+        if node not in live:
+            live.add(node)
+            stack.extend(node.all_input_nodes)
+    return live
+
+
+def is_shape_read(node: fx.Node) -> bool:
+    """Whether the call reads only the shape of its first argument."""
+    if op_name(node) == "getattr":
+        return node.args[1] in ("shape", "ndim", "dtype", "device")
+    return op_name(node) in _SHAPE_READS
+
+
+def aliases(node: fx.Node) -> set[fx.Node]:
+    """Nodes that may share memory with ``node``: what it is a view of, and all views of that."""
+    root = node
+    while op_name(root) in _VIEWS and root.args and isinstance(root.args[0], fx.Node):
+        root = root.args[0]
+    found = {root}
+    stack = [root]
+    while stack:
+        for user in stack.pop().users:
+            shares = op_name(user) in _VIEWS or mutates(user)
+            if shares and user not in found and user.args and user.args[0] in found:
+                found.add(user)
+                stack.append(user)
+    return found
+
+
+def written_between(
+    nodes: Iterable[fx.Node], start: int, stop: int, order: dict[fx.Node, int]
+) -> fx.Node | None:
+    """The first call at positions [start, stop] that writes to memory of one of ``nodes``."""
+    for node in nodes:
+        family = aliases(node)
+        for member in family:
+            for user in member.users:
+                if start <= order[user] <= stop and any(arg in family for arg in mutates(user)):
+                    return user
+    return None
+
+
+def upwards(
+    node: fx.Node, goes_through: Callable[[fx.Node], bool], limit: int = 64
+) -> set[fx.Node]:
+    """Nodes reached from the inputs of ``node`` through nodes that ``goes_through`` accepts."""
+    found: set[fx.Node] = set()
+    stack = [node]
+    while stack and len(found) < limit:
+        for source in stack.pop().all_input_nodes:
+            if source not in found:
+                found.add(source)
+                if goes_through(source):
+                    stack.append(source)
+    return found
+
+
+def module_path(node: fx.Node) -> str | None:
+    """Path of the innermost module a node was traced in, e.g. ``model.layers.0.self_attn``."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return None
+    last = list(stack.values())[-1]
+    path = str(last[0] if isinstance(last, tuple) else last)
+    for noise in ("L['self'].", "L['self']", "L['fn'].", "L['fn']", "_modules"):
+        path = path.replace(noise, "")
+    path = path.replace("['", ".").replace("']", "").replace("[", ".").replace("]", "")
+    cleaned = ".".join(part for part in path.split(".") if part)
+    return cleaned or None

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TieredCache as a ``Cache`` of transformers (5.x)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from kvpass.cache import TieredCache
+from kvpass.errors import CapacityError
+
+
+class TransformersTieredCache(TieredCache, Cache):
+    """The protocol of transformers' ``Cache`` over a TieredCache.
+
+    ``is_compileable`` is False on purpose: when it is True, ``generate`` compiles with a backend of
+    its own and builds the mask outside the graph, where it cannot be read.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    offloading = False
+    layer_class_to_replicate = None
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether a step has been made."""
+        return self._state.batch is not None
+
+    @property
+    def layers(self) -> list[None]:
+        """One entry a layer; a TieredCache has no layer objects."""
+        return [None] * len(self._lengths)
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """All layers keep all tokens; windows are in the mask."""
+        return [False] * len(self._lengths)
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """No layer is linear attention."""
+        return [False] * len(self._lengths)
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences, or -1 before the first step."""
+        batch = self._state.batch
+        return -1 if batch is None else batch.size
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens stored."""
+        return self._lengths[layer_idx or 0]
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Position of the next query."""
+        return self._lengths[layer_idx or 0]
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Length of the keys after the next step, and the position of the first one."""
+        return self._lengths[layer_idx or 0] + query_length, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1: masks are made for the tokens that are stored, not for the capacity."""
+        return -1
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """No layer is linear attention."""
+        return False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove tokens from the end, as ``DynamicCache.crop`` of transformers 5.17 does.
+
+        Args:
+            tokens_to_remove: negative, minus the tokens to remove; 0 removes none; positive (old
+                form) is the length to keep. :meth:`truncate` has no such cases.
+
+        Raises:
+            CapacityError: not an integer.
+        """
+        if isinstance(tokens_to_remove, bool) or not isinstance(tokens_to_remove, int):
+            raise CapacityError(f"crop({tokens_to_remove!r}): give a whole number of tokens")
+        if tokens_to_remove < 0:
+            self.truncate(max(0, min(self._lengths) + tokens_to_remove))
+        elif tokens_to_remove > 0:
+            self.truncate(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder the sequences for beam search."""
+        self.select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence; full blocks are shared."""
+        if self._state.batch is not None:
+            size = self._state.batch.size
+            self.select([s for s in range(size) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the given sequences."""
+        self.select(indices.tolist())
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: all tokens are kept."""
+
+    def early_initialization(self, *args: object, **kwargs: object) -> None:
+        """Nothing to do: blocks are reserved as tokens come."""
+
+    def __repr__(self) -> str:
+        """Length, capacity and hot size."""
+        return TieredCache.__repr__(self)

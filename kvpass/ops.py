@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The custom ops of kvpass, defined with ``torch.library.Library`` (a few microseconds a call).
+
+Source ops appear in traced graphs and are right by themselves, if slow; the pass replaces them:
+
+- ``cache_update(k, v, handle, layer, past, block_size) -> (K, V)``: append, and return dense copies
+  of all keys and values. Traced from ``TieredCache.update``.
+- ``materialize(ticket, size, dtype, device) -> Tensor``: dense copy of what a KV handle stands for.
+
+Cached ops stand in rewritten graphs, and read ``rows`` (int32 ``[L, B]``), the table rows of a
+batch. Their effects are ordered by data: ``attend`` consumes the token that ``append`` returns.
+
+- ``append(k, v, rows, layer, block_size) -> token``
+- ``attend(q, k_new, v_new, token, rows, layer, block_size, scale, causal, kv_mask, bias) -> out``,
+  ``[B, Hq, n, Dv]`` laid out as ``[B, n, Hq, Dv]`` in memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvpass import cpu_ops
+from kvpass.errors import UnsupportedError
+from kvpass.runtime import directory
+from kvpass.runtime.table import tables_for
+
+_LIBRARY = torch.library.Library("kvpass", "DEF")
+
+_LIBRARY.define(
+    "cache_update(Tensor k, Tensor v, Tensor handle, int layer, SymInt past, int block_size)"
+    " -> (Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "materialize(Tensor ticket, SymInt[] size, ScalarType dtype, Device device) -> Tensor"
+)
+_LIBRARY.define("append(Tensor k, Tensor v, Tensor rows, int layer, int block_size) -> Tensor")
+_LIBRARY.define(
+    "attend(Tensor q, Tensor k_new, Tensor v_new, Tensor token, Tensor rows, int layer,"
+    " int block_size, float scale, bool causal, Tensor? kv_mask, Tensor? bias) -> Tensor"
+)
+
+
+# ------------------------------------------------------------------ cached ops
+
+
+def _append_cpu(k: Tensor, v: Tensor, rows: Tensor, layer: int, block_size: int) -> Tensor:
+    cpu_ops.append(directory.batch_of(rows), layer, k, v)
+    return k.new_empty(0)
+
+
+def _attend_cpu(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    token: Tensor,
+    rows: Tensor,
+    layer: int,
+    block_size: int,
+    scale: float,
+    causal: bool,
+    kv_mask: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    batch = directory.batch_of(rows)
+    out = cpu_ops.attend(batch, layer, q, k_new, v_new, scale, causal, kv_mask, bias)
+    return out.transpose(1, 2)
+
+
+def _append_cuda(k: Tensor, v: Tensor, rows: Tensor, layer: int, block_size: int) -> Tensor:
+    import triton_ops
+
+    tables = tables_for(k.device)
+    triton_ops.append(k, v, rows[layer], tables.base, tables.length, block_size)
+    return k.new_empty(0)
+
+
+def _attend_cuda(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    token: Tensor,
+    rows: Tensor,
+    layer: int,
+    block_size: int,
+    scale: float,
+    causal: bool,
+    kv_mask: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    import triton_ops
+
+    tables = tables_for(q.device)
+    if q.shape[2] == 1:
+        out = triton_ops.attend_decode(
+            q,
+            rows[layer],
+            tables.base,
+            tables.length,
+            kv_heads=k_new.shape[1],
+            head_dim_v=v_new.shape[3],
+            block_size=block_size,
+            scale=scale,
+            kv_mask=kv_mask,
+            bias=bias,
+            row_heat=tables.heat,
+        )
+        return out.transpose(1, 2).contiguous().transpose(1, 2)
+    out = triton_ops.attend_extend(
+        q,
+        k_new,
+        v_new,
+        rows[layer],
+        tables.base,
+        tables.length,
+        block_size=block_size,
+        scale=scale,
+        causal=causal,
+        kv_mask=kv_mask,
+        bias=bias,
+    )
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _append_fake(k: Tensor, v: Tensor, rows: Tensor, layer: int, block_size: int) -> Tensor:
+    return k.new_empty(0)
+
+
+def _attend_fake(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    token: Tensor,
+    rows: Tensor,
+    layer: int,
+    block_size: int,
+    scale: float,
+    causal: bool,
+    kv_mask: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    size, heads, tokens, _ = q.shape
+    return q.new_empty((size, tokens, heads, v_new.shape[3])).transpose(1, 2)
+
+
+# ------------------------------------------------------------------ source ops
+
+
+def _cache_update(
+    k: Tensor, v: Tensor, handle: Tensor, layer: int, past: int, block_size: int
+) -> tuple[Tensor, Tensor]:
+    return directory.tiered(handle).update_dense(k, v, layer, past)
+
+
+def _cache_update_fake(
+    k: Tensor, v: Tensor, handle: Tensor, layer: int, past: int, block_size: int
+) -> tuple[Tensor, Tensor]:
+    size, heads, tokens, _ = k.shape
+    total = past + tokens
+    return (
+        k.new_empty((size, heads, total, k.shape[3])),
+        v.new_empty((size, heads, total, v.shape[3])),
+    )
+
+
+def _materialize(
+    ticket: Tensor, size: list[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    return directory.handle_content(ticket)
+
+
+def _materialize_fake(
+    ticket: Tensor, size: list[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+_LIBRARY.impl("append", _append_cpu, "CPU")
+_LIBRARY.impl("attend", _attend_cpu, "CPU")
+_LIBRARY.impl("append", _append_cuda, "CUDA")
+_LIBRARY.impl("attend", _attend_cuda, "CUDA")
+_LIBRARY.impl("cache_update", _cache_update, "CPU")
+_LIBRARY.impl("cache_update", _cache_update, "CUDA")
+_LIBRARY.impl("materialize", _materialize, "CPU")
+
+torch.library.register_fake("kvpass::append", _append_fake, lib=_LIBRARY)
+torch.library.register_fake("kvpass::attend", _attend_fake, lib=_LIBRARY)
+torch.library.register_fake("kvpass::cache_update", _cache_update_fake, lib=_LIBRARY)
+torch.library.register_fake("kvpass::materialize", _materialize_fake, lib=_LIBRARY)
+
+
+def _no_backward(ctx: object, *grads: Tensor) -> None:
+    raise UnsupportedError(
+        "gradients cannot flow through a tiered KV cache: train without a cache (use_cache=False), "
+        "or call the model under torch.no_grad()"
+    )
+
+
+for _name in ("cache_update", "append", "attend"):
+    torch.library.register_autograd(f"kvpass::{_name}", _no_backward, lib=_LIBRARY)

@@ -1,0 +1,455 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manager: the only owner of blocks, slots and tables of one device and configuration.
+
+Concurrency: one reentrant lock guards all host state of a manager. A step holds it only while it
+begins (reserve blocks, publish finished copies, bring the tables up to date) and while it ends
+(account, choose moves), never while it computes. Between the two the batch is *active*: none of
+its blocks changes place, so a reader needs no lock. Copies run beside compute and never take the
+lock; what they produced is published when the next step begins. On a GPU, work already launched
+may still read a slot that the host has given up: every slot carries the events (its fences) that
+the next writer's stream waits for.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from kvpass import cpu_ops
+from kvpass.config import Config
+from kvpass.errors import CacheStateError, CapacityError, OutOfMemoryError, ShapeError
+from kvpass.runtime import policy
+from kvpass.runtime.batch import Batch, Block
+from kvpass.runtime.metrics import Counters, Snapshot
+from kvpass.runtime.migrate import copier_for
+from kvpass.runtime.mover import Mover, events_of, movable
+from kvpass.runtime.table import normalize, tables_for
+from kvpass.runtime.tiers import Tiers
+
+
+class Manager:
+    """Tiers, blocks and migration of the caches made with one configuration on one device.
+
+    Args:
+        config: sizes and thresholds.
+        device: where attention is computed.
+
+    Attributes:
+        before_step: called with the manager and the batch when a step begins, before blocks are
+            reserved; tests force migration here.
+    """
+
+    def __init__(self, config: Config, device: torch.device | str) -> None:
+        self.config = config
+        self.device = normalize(device)
+        self.tables = tables_for(self.device)
+        self.counters = Counters()
+        self.tiers = Tiers(config, self.device)
+        self.mover = Mover(
+            self.tiers,
+            copier_for(self.device),
+            self.counters,
+            self._all_blocks,
+            config.memory.min_frequency,
+        )
+        self.before_step: Callable[[Manager, Batch], None] | None = None
+        self._lock = threading.RLock()
+        self._batches: list[Batch] = []
+        self._dead: deque[Batch] = deque()
+
+    # ---------------------------------------------------------------- batches
+
+    def new_batch(self, size: int, layers: int, tokens: int) -> Batch:
+        """Make room in the tables for ``size`` new, empty sequences.
+
+        Args:
+            size: sequences.
+            layers: layers that keep keys and values.
+            tokens: capacity to plan for; tables grow when more are appended.
+
+        Raises:
+            OutOfMemoryError: the tables have no rows left.
+        """
+        with self._lock:
+            self._bury()
+            batch = Batch(self.tables, size, layers, self.config.memory.block_size, tokens)
+            self._batches.append(batch)
+            return batch
+
+    def lease(self, owner: object, batch: Batch) -> None:
+        """Release ``batch`` when ``owner`` is garbage collected (from any thread, at any time)."""
+        # A deque append takes no lock, so a collection inside our own locked code is harmless.
+        weakref.finalize(owner, self._dead.append, batch).atexit = False
+
+    def release(self, batch: Batch) -> None:
+        """Give back all blocks of a batch; safe to call twice."""
+        with self._lock:
+            if batch.released:
+                return
+            for row in batch.blocks:
+                for blocks in row:
+                    self._drop(batch, blocks, 0)
+            batch.release_rows()
+            self._batches.remove(batch)
+
+    def _bury(self) -> None:
+        while self._dead:
+            self.release(self._dead.popleft())
+
+    def _all_blocks(self) -> list[Block]:
+        seen: dict[int, Block] = {}
+        for batch in self._batches:
+            for row in batch.blocks:
+                for blocks in row:
+                    for block in blocks:
+                        seen[id(block)] = block
+        return list(seen.values())
+
+    # ------------------------------------------------------------------ steps
+
+    @contextmanager
+    def step(self, batch: Batch, tokens: int, layers: Sequence[int]) -> Iterator[torch.Tensor]:
+        """One forward pass that appends ``tokens`` tokens to ``layers`` of every sequence.
+
+        Yields:
+            The rows, int32 ``[L, B]``, with a block reserved for every new token.
+
+        Raises:
+            CacheStateError: the batch was released, or is in a step on another thread.
+            OutOfMemoryError: no tier has room; nothing was appended.
+        """
+        self.begin(batch, tokens, layers)
+        try:
+            yield batch.rows
+        except BaseException:
+            self.abort(batch)
+            raise
+        self.commit(batch, tokens, layers)
+
+    def begin(self, batch: Batch, tokens: int, layers: Sequence[int]) -> None:
+        """First half of :meth:`step`."""
+        with self._lock:
+            self._bury()
+            if batch.released:
+                raise CacheStateError("this cache was released; make a new one")
+            if batch.active is not None:
+                raise CacheStateError(
+                    "this cache is in a step already (a cache serves one thread at a time): "
+                    "give each thread a cache of its own"
+                )
+            if batch.event is not None:  # the caller may have changed streams
+                torch.cuda.current_stream(self.device).wait_event(batch.event)
+            if self.before_step is not None:
+                self.before_step(self, batch)
+            self.mover.collect()
+            self._use_heat(batch, start=False)
+            self._reserve(batch, tokens, layers)
+            batch.upload()
+            batch.active = threading.get_ident()
+
+    def abort(self, batch: Batch) -> None:
+        """End a step that failed: nothing it appended counts."""
+        with self._lock:
+            batch.active = None
+            self._record(batch)
+
+    def commit(self, batch: Batch, tokens: int, layers: Sequence[int]) -> None:
+        """Second half of :meth:`step`: the new tokens count from here on."""
+        with self._lock:
+            batch.active = None
+            self._record(batch)
+            full = [
+                block
+                for layer in layers
+                for row in batch.blocks[layer]
+                for block in self._filled(batch, layer, row, tokens)
+            ]
+            for layer in layers:
+                batch.lengths[layer] += tokens
+            self.mover.write_through(full)
+            if layers and layers[0] == 0:
+                self.counters.steps += 1
+                batch.tokens_since_heat += tokens
+                if batch.tokens_since_heat >= self.config.memory.heat_interval:
+                    batch.tokens_since_heat = 0
+                    self._use_heat(batch, start=True)
+
+    @staticmethod
+    def _filled(batch: Batch, layer: int, row: list[Block], tokens: int) -> Iterator[Block]:
+        """Blocks of a row that ``tokens`` more tokens make full."""
+        size = batch.block_size
+        before = batch.lengths[layer]
+        for block in row[before // size : (before + tokens) // size]:
+            block.full = True
+            yield block
+
+    def _record(self, batch: Batch) -> None:
+        if self.device.type == "cuda":
+            batch.event = torch.cuda.Event()
+            batch.event.record(torch.cuda.current_stream(self.device))
+
+    # ------------------------------------------------------------ reservation
+
+    def _reserve(self, batch: Batch, tokens: int, layers: Sequence[int]) -> None:
+        """Blocks for ``tokens`` more tokens; all or nothing."""
+        batch.reserve_words(max((batch.lengths[layer] + tokens for layer in layers), default=0))
+        if tokens:
+            self._unshare(batch, layers)
+        wanted: list[tuple[int, int, int, bool]] = []
+        for layer in layers:
+            total = batch.lengths[layer] + tokens
+            count = -(-total // batch.block_size)
+            for sequence, row in enumerate(batch.blocks[layer]):
+                wanted.extend(
+                    (layer, sequence, i, i == count - 1 and total % batch.block_size > 0)
+                    for i in range(len(row), count)
+                )
+        if not wanted:
+            return
+        made: list[list[Block]] = []
+        try:
+            self._reserve_blocks(batch, wanted, made)
+        except BaseException:
+            for row in reversed(made):
+                self._drop(batch, row, len(row) - 1)
+            raise
+        self.mover.relieve()
+
+    def _reserve_blocks(
+        self, batch: Batch, wanted: list[tuple[int, int, int, bool]], made: list[list[Block]]
+    ) -> None:
+        geometry = max(
+            (batch.geometry(layer) for layer in {layer for layer, *_ in wanted}),
+            key=lambda g: g.block_bytes,
+        )
+        index = np.array([i for _, _, i, _ in wanted], dtype=np.int64)
+        unfinished = np.array([u for *_, u in wanted], dtype=bool)
+        resident = policy.resident_blocks(
+            self.config.memory.resident_tokens,
+            batch.block_size,
+            self.tiers.hot_slots(geometry.block_bytes),
+            sum(b.layers * b.size for b in self._batches),
+            int(index.max()) + 1,
+        )
+        room = self.tiers.room(geometry.block_bytes)
+        hot = policy.place(index, unfinished, resident, room)
+        # Unfinished blocks are written every step: they may use what the threshold keeps free, and
+        # after that the slots of the coldest blocks.
+        hot |= unfinished
+        short = int(hot.sum()) - self.tiers.free_hot(geometry)
+        if short > 0:
+            self.mover.demote_some(geometry, short, pressure=True)
+        for (layer, sequence, position, is_unfinished), is_hot in zip(wanted, hot, strict=True):
+            block = Block(batch.geometry(layer), position)
+            block.resident = position < resident
+            self._give_slot(block, hot=bool(is_hot), unfinished=is_unfinished)
+            batch.attach(layer, sequence, block)
+            made.append(batch.blocks[layer][sequence])
+            block.publish()
+
+    def _give_slot(self, block: Block, *, hot: bool, unfinished: bool) -> None:
+        """A slot for a new block: hot if asked for and possible, else cold, else whatever is left.
+
+        Raises:
+            OutOfMemoryError: both tiers are full.
+        """
+        slot = self.tiers.take_hot(block.geometry) if hot else None
+        if slot is not None:
+            block.hot = self.tiers.ready(slot)
+            return
+        slot = self.tiers.take_cold(block.geometry) or self.mover.spare_cold(block.geometry)
+        if slot is not None:
+            block.cold = self.tiers.ready(slot)
+            self.counters.placed_cold_blocks += 1
+            self.counters.spilled_blocks += unfinished
+            return
+        slot = self.tiers.take_hot(block.geometry)
+        if slot is None:
+            raise self.tiers.full()
+        block.hot = self.tiers.ready(slot)
+
+    def _unshare(self, batch: Batch, layers: Sequence[int]) -> None:
+        """Copy on write: the block that the next token goes to must be this sequence's own."""
+        for layer in layers:
+            position, used = divmod(batch.lengths[layer], batch.block_size)
+            if not used:
+                continue
+            for sequence, row in enumerate(batch.blocks[layer]):
+                block = row[position]
+                if len(block.owners) == 1:
+                    self.mover.make_mutable(block)
+                    continue
+                copy = Block(block.geometry, position)
+                copy.resident = block.resident
+                self._give_slot(copy, hot=True, unfinished=True)
+                copy.slot.raw.copy_(block.slot.raw, non_blocking=True)
+                self.counters.copied_blocks += 1
+                owner = (batch, layer, sequence, position)
+                block.owners.remove(owner)
+                copy.owners.append(owner)
+                row[position] = copy
+                copy.publish()
+
+    def _drop(self, batch: Batch, row: list[Block], keep: int) -> None:
+        """Forget the blocks of a row from position ``keep`` on."""
+        while len(row) > keep:
+            block = row.pop()
+            owner = next(o for o in block.owners if o[0] is batch and o[3] == len(row))
+            waiting = events_of(block)
+            block.owners.remove(owner)
+            batch.words[owner[1], owner[2], owner[3]] = 0
+            batch.dirty = True
+            # A block whose copy is in flight is freed when the copy is done.
+            if not block.owners and block.move is None:
+                self.mover.discard(block, waiting)
+
+    # ------------------------------------------------------------------- heat
+
+    def _use_heat(self, batch: Batch, *, start: bool) -> None:
+        """Fold a finished window of access counts into the blocks, then choose what moves."""
+        counts = batch.poll_heat(start)
+        if counts is None:
+            return
+        for layer, row in enumerate(batch.blocks):
+            if batch.geometries[layer] is None:
+                continue
+            heads = batch.geometry(layer).kv_heads
+            for sequence, blocks in enumerate(row):
+                frequency = counts[layer, sequence, : len(blocks)] / heads
+                heat = policy.next_heat(
+                    np.array([b.heat for b in blocks], dtype=np.uint8),
+                    frequency,
+                    self.config.memory.min_frequency,
+                )
+                for block, f, h in zip(blocks, frequency, heat, strict=True):
+                    block.frequency = float(f)
+                    block.heat = int(h)
+        self.mover.relieve()
+        self.mover.promote_some()
+
+    # ------------------------------------------------- operations on sequences
+
+    def crop(self, batch: Batch, length: int) -> None:
+        """Keep the first ``length`` tokens of every sequence.
+
+        Raises:
+            CacheStateError: the batch is in a step.
+            CapacityError: ``length`` is negative or more than is stored.
+        """
+        with self._lock:
+            self._idle(batch)
+            if length < 0 or length > min(batch.lengths):
+                raise CapacityError(
+                    f"crop to {length} tokens: the cache holds {min(batch.lengths)}"
+                )
+            for layer, row in enumerate(batch.blocks):
+                keep = -(-length // batch.block_size)
+                for blocks in row:
+                    self._drop(batch, blocks, keep)
+                batch.lengths[layer] = length
+
+    def fork(self, batch: Batch, sequences: Sequence[int], length: int | None = None) -> Batch:
+        """A new batch of the given sequences; full blocks are shared, written ones copied on write.
+
+        Args:
+            batch: the batch to fork from; stays as it is.
+            sequences: indices into it, repeated or reordered as wished.
+            length: tokens to keep, default all.
+        """
+        with self._lock:
+            self._idle(batch)
+            bad = [s for s in sequences if not 0 <= s < batch.size]
+            if bad:
+                raise ShapeError(f"sequence {bad[0]} of a batch of {batch.size}")
+            lengths = [n if length is None else min(length, n) for n in batch.lengths]
+            new = self.new_batch(len(sequences), batch.layers, max(lengths))
+            new.geometries = list(batch.geometries)
+            for layer in range(batch.layers):
+                for target, source in enumerate(sequences):
+                    for block in batch.blocks[layer][source][: -(-lengths[layer] // batch.block_size)]:
+                        new.attach(layer, target, block)
+                        block.publish()
+            new.lengths = lengths
+            return new
+
+    def _idle(self, batch: Batch) -> None:
+        self._bury()
+        if batch.released:
+            raise CacheStateError("this cache was released; make a new one")
+        if batch.active is not None:
+            raise CacheStateError("this cache is in a step; wait until it ends")
+        self.mover.collect()
+
+    def gather(
+        self, batch: Batch, layer: int, length: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Dense copies of the first ``length`` keys and values of a layer.
+
+        Returns:
+            ``[B, Hkv, length, Dk]`` and ``[B, Hkv, length, Dv]``.
+        """
+        with self._lock:
+            if batch.released:
+                raise CacheStateError("this cache was released; make a new one")
+            return cpu_ops.gather(batch, layer, length)
+
+    def settle(self) -> None:
+        """Wait for all copies in flight and account for them; for tests and measurements."""
+        with self._lock:
+            self.mover.settle()
+
+    def place(self, batch: Batch, hot: Callable[[int, int, int], bool]) -> None:
+        """Put every full block of a batch where ``hot(layer, sequence, index)`` says, now.
+
+        For tests and measurements of placement; a block that finds no hot slot stays cold.
+        """
+        with self._lock:
+            self._idle(batch)
+            self.mover.settle()
+            chosen = [
+                (block, hot(layer, sequence, i))
+                for layer, row in enumerate(batch.blocks)
+                for sequence, blocks in enumerate(row)
+                for i, block in enumerate(blocks)
+            ]
+            for block, is_hot in chosen:
+                if not is_hot and block.hot is not None and movable(block):
+                    self.mover.demote(block)
+            for block, is_hot in chosen:
+                if is_hot and block.hot is None and movable(block) and self.mover.promote(block):
+                    self.mover.settle()
+
+    def snapshot(self) -> Snapshot:
+        """Where the KV bytes are now."""
+        with self._lock:
+            self._bury()
+            self.mover.collect()
+            stored = hot = 0
+            for batch in self._batches:
+                for layer, row in enumerate(batch.blocks):
+                    if batch.geometries[layer] is None:
+                        continue
+                    geometry = batch.geometry(layer)
+                    for blocks in row:
+                        for i, block in enumerate(blocks):
+                            tokens = batch.lengths[layer] - i * geometry.block_size
+                            size = min(max(tokens, 0), geometry.block_size) * geometry.token_bytes
+                            stored += size
+                            hot += size if block.hot is not None else 0
+            return Snapshot(
+                kv_bytes=stored,
+                hot_bytes=hot,
+                cold_only_bytes=stored - hot,
+                hot_capacity=self.tiers.hot.capacity,
+                hot_used=self.tiers.hot.used,
+                cold_used=self.tiers.cold.used,
+                sequences=sum(batch.size for batch in self._batches),
+                counters=replace(self.counters),
+            )

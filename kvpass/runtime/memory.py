@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where slabs of bytes come from: device memory, pinned host memory, or a memory-mapped file."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import shutil
+import tempfile
+from typing import Protocol
+
+import torch
+
+from kvpass.errors import ConfigError, OutOfMemoryError
+from kvpass.runtime.geometry import SLOT_ALIGNMENT
+from kvpass.sizes import format_size
+
+SLAB_BYTES = 64 << 20
+"""Largest slab; a power of two, because torch rounds pinned allocations up to one."""
+
+
+class MemorySource(Protocol):
+    """One kind of memory; gives slabs of bytes."""
+
+    name: str
+
+    def slab(self, size: int) -> torch.Tensor:
+        """A uint8 tensor of ``size`` bytes whose address is a multiple of 128.
+
+        Raises:
+            OutOfMemoryError: the memory or disk has no room; nothing is half-built.
+        """
+        ...
+
+
+class DeviceMemory:
+    """Memory of the device that computes: HBM, or RAM on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.name = "HBM" if device.type == "cuda" else "RAM"
+
+    def slab(self, size: int) -> torch.Tensor:
+        """See :class:`MemorySource`."""
+        try:
+            raw = torch.empty(size + SLOT_ALIGNMENT, dtype=torch.uint8, device=self.device)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one; a CPU raises plain ones
+            raise OutOfMemoryError(
+                f"no {format_size(size)} of {self.name} left on {self.device}: "
+                "lower memory.hot, or free memory of other tensors"
+            ) from error
+        return _aligned(raw, size)
+
+
+class PinnedMemory:
+    """Page-locked host memory, which kernels read in place over the link."""
+
+    name = "pinned host memory"
+
+    def slab(self, size: int) -> torch.Tensor:
+        """See :class:`MemorySource`."""
+        available = available_memory()
+        if size > available:
+            raise OutOfMemoryError(
+                f"no {format_size(size)} of host memory left to pin ({format_size(available)} "
+                "available): lower memory.cold or max_tokens"
+            )
+        try:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            raise OutOfMemoryError(
+                f"the driver refused to pin {format_size(size)} of host memory: {error}; "
+                "lower memory.cold, or raise the limit of locked memory (ulimit -l)"
+            ) from error
+
+
+class MappedFile:
+    """A file mapped into memory and unlinked at once, so that no crash leaves it behind."""
+
+    name = "memory-mapped file"
+
+    def __init__(self, directory: str | None = None) -> None:
+        self.directory = directory or tempfile.gettempdir()
+
+    def slab(self, size: int) -> torch.Tensor:
+        """See :class:`MemorySource`."""
+        try:
+            descriptor, path = tempfile.mkstemp(prefix="kvpass-", dir=self.directory)
+        except OSError as error:
+            raise ConfigError(
+                f"memory.cold_dir={self.directory!r} cannot hold the cold tier: {error.strerror}; "
+                "name an existing, writable directory"
+            ) from error
+        try:
+            os.unlink(path)
+            # Reserve the blocks now: a full disk would otherwise be a SIGBUS at the first write.
+            os.posix_fallocate(descriptor, 0, size)
+            mapped = mmap.mmap(descriptor, size, mmap.MAP_SHARED)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG):
+                raise
+            raise OutOfMemoryError(
+                f"no {format_size(size)} left for the cold tier in {self.directory!r} "
+                f"({error.strerror}): free disk space, lower max_tokens, or set memory.cold_dir"
+            ) from error
+        finally:
+            os.close(descriptor)
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def _aligned(raw: torch.Tensor, size: int) -> torch.Tensor:
+    shift = -raw.data_ptr() % SLOT_ALIGNMENT
+    return raw[shift : shift + size]
+
+
+def available_memory() -> int:
+    """Bytes of host memory that can be had without swapping (MemAvailable of Linux)."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def auto_hot_bytes(device: torch.device) -> int:
+    """The hot size that ``hot="auto"`` takes: what the device has left, less room to compute.
+
+    80 % of the free memory of a GPU (torch's own unused cache counts as free), half of the
+    available RAM on a CPU.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int((free + cached) * 0.8)
+    return available_memory() // 2
+
+
+def auto_cold_bytes(device: torch.device, directory: str | None) -> int:
+    """The cold size that ``cold="auto"`` takes: half of the host memory, or disk, that is free."""
+    if device.type == "cuda":
+        return available_memory() // 2
+    return shutil.disk_usage(directory or tempfile.gettempdir()).free // 2

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Row tables: the few device tensors through which every kernel finds every block."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from kvpass.errors import OutOfMemoryError
+
+MAX_ROWS = 1 << 16
+"""Rows a device has; a row is one layer of one sequence."""
+
+
+class RowTables:
+    """Tables of one device, alive as long as the process.
+
+    Attributes:
+        base: int64 ``[rows]``, address of the row's words (one 64-bit word a block: its address,
+            the encoding in the low 4 bits).
+        length: int32 ``[rows]``, tokens stored before the current step.
+        heat: int64 ``[rows]``, address of the row's int32 access counters, or 0.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.base = torch.zeros(MAX_ROWS, dtype=torch.int64, device=device)
+        self.length = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
+        self.heat = torch.zeros(MAX_ROWS, dtype=torch.int64, device=device)
+        self._free = list(reversed(range(MAX_ROWS)))
+        self._lock = threading.Lock()
+
+    def take(self, count: int) -> list[int]:
+        """Reserve rows.
+
+        Raises:
+            OutOfMemoryError: more sequences x layers are alive than there are rows.
+        """
+        with self._lock:
+            if count > len(self._free):
+                raise OutOfMemoryError(
+                    f"{count} table rows asked for, {len(self._free)} of {MAX_ROWS} left: "
+                    "release caches that are no longer used"
+                )
+            return [self._free.pop() for _ in range(count)]
+
+    def give(self, rows: list[int]) -> None:
+        """Return rows."""
+        with self._lock:
+            self._free.extend(rows)
+
+
+_TABLES: dict[torch.device, RowTables] = {}
+_LOCK = threading.Lock()
+
+
+def normalize(device: torch.device | str) -> torch.device:
+    """The device with its index filled in, so that ``cuda`` and ``cuda:0`` are one."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def tables_for(device: torch.device) -> RowTables:
+    """The row tables of a device, made on first use (outside any graph capture)."""
+    device = normalize(device)
+    table = _TABLES.get(device)
+    if table is None:
+        with _LOCK, torch.inference_mode(False):
+            table = _TABLES.setdefault(device, RowTables(device))
+    return table

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two tiers of a manager: which slots there are, and when a slot may be written again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from kvpass.config import Config
+from kvpass.errors import OutOfMemoryError
+from kvpass.runtime.geometry import BlockGeometry
+from kvpass.runtime.memory import (
+    DeviceMemory,
+    MappedFile,
+    MemorySource,
+    PinnedMemory,
+    auto_cold_bytes,
+    auto_hot_bytes,
+)
+from kvpass.runtime.pool import Arena, Budget, Slot
+from kvpass.sizes import format_size
+
+POISON = 0xFF
+"""Byte that freed slots are filled with in poison mode: NaN in every supported dtype."""
+
+
+class Tiers:
+    """Hot and cold arenas of every block size in use. Needs the manager's lock.
+
+    Args:
+        config: sizes, directory, poison mode.
+        device: where attention is computed.
+    """
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        memory = config.memory
+        directory = str(memory.cold_dir) if memory.cold_dir is not None else None
+        hot = auto_hot_bytes(device) if memory.hot == "auto" else memory.hot
+        cold = auto_cold_bytes(device, directory) if memory.cold == "auto" else memory.cold
+        self.device = device
+        self.poison = memory.poison
+        self.threshold = memory.gpu_threshold
+        self.hot = Budget(int(hot))
+        self.cold = Budget(int(cold))
+        self._hot_source: MemorySource = DeviceMemory(device)
+        self._cold_source: MemorySource = (
+            PinnedMemory() if device.type == "cuda" else MappedFile(directory)
+        )
+        self._arenas: dict[int, tuple[Arena, Arena]] = {}
+
+    @property
+    def sizes(self) -> list[int]:
+        """Block sizes in bytes that have arenas."""
+        return list(self._arenas)
+
+    def _pair(self, geometry: BlockGeometry) -> tuple[Arena, Arena]:
+        size = geometry.block_bytes
+        if size not in self._arenas:
+            self._arenas[size] = (
+                Arena(self._hot_source, self.hot, size),
+                Arena(self._cold_source, self.cold, size),
+            )
+        return self._arenas[size]
+
+    def hot_slots(self, size: int) -> int:
+        """Slots of ``size`` bytes that the hot tier holds when it holds nothing else."""
+        return self.hot.capacity // size
+
+    def room(self, size: int) -> int:
+        """Hot slots of ``size`` bytes that may be filled before demotion starts."""
+        return int(self.hot_slots(size) * self.threshold) - self.hot.used // size
+
+    def excess(self) -> int:
+        """Bytes in use above the threshold at which demotion starts."""
+        return self.hot.used - int(self.hot.capacity * self.threshold)
+
+    def free_hot(self, geometry: BlockGeometry) -> int:
+        """Hot slots that can be had now without a demotion."""
+        return self._pair(geometry)[0].room()
+
+    def take_hot(self, geometry: BlockGeometry) -> Slot | None:
+        """A hot slot, or None; its fences are still to be waited for."""
+        with torch.inference_mode(False):
+            return self._pair(geometry)[0].allocate()
+
+    def take_cold(self, geometry: BlockGeometry) -> Slot | None:
+        """A cold slot, or None; its fences are still to be waited for."""
+        try:
+            with torch.inference_mode(False):
+                return self._pair(geometry)[1].allocate()
+        except OutOfMemoryError:
+            if self.hot.capacity:
+                return None  # the hot tier may have room; the caller raises when it has none
+            raise
+
+    def ready(self, slot: Slot) -> Slot:
+        """Make the current stream wait for whoever may still use the slot."""
+        for event in slot.fences:
+            torch.cuda.current_stream(self.device).wait_event(event)
+        slot.fences = []
+        return slot
+
+    def free(self, slot: Slot, events: Iterable[Any] = ()) -> None:
+        """Return a slot; its next writer waits for ``events`` of those who may still read it."""
+        slot.fences.extend(event for event in events if event is not None)
+        if self.poison:
+            self.ready(slot).raw.fill_(POISON)
+            if self.device.type == "cuda":
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(self.device))
+                slot.fences = [event]
+        slot.arena.free(slot)
+
+    def full(self) -> OutOfMemoryError:
+        """The error of a request that no tier can hold."""
+        return OutOfMemoryError(
+            f"both tiers are full (hot {format_size(self.hot.capacity)}, cold "
+            f"{format_size(self.cold.capacity)}): raise memory.hot or memory.cold, lower "
+            "max_tokens, or release caches that are no longer used"
+        )

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes in bytes as people write them: ``"64MiB"``, ``"10GB"``, ``"1.5 GiB"``."""
+
+from __future__ import annotations
+
+import operator
+import re
+from fractions import Fraction
+
+from kvpass.errors import ConfigError
+
+_DECIMAL = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_BINARY = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_UNITS = _DECIMAL | _BINARY
+_PATTERN = re.compile(r"([+-]?)(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)", re.ASCII)
+_MAX = 2**63 - 1  # sizes and offsets are int64 on the device
+
+
+def parse_size(value: object) -> int:
+    """Return the bytes that a size means.
+
+    Args:
+        value: an int (bytes), or text with a unit: B, kB, MB, GB, TB (powers of 1000) or KiB, MiB,
+            GiB, TiB (powers of 1024), in any case. A fraction of a byte is dropped.
+
+    Raises:
+        ConfigError: no unit, an unknown one, or not a finite number of at least one byte.
+    """
+    if isinstance(value, str):
+        size = _parse_text(value)
+    elif isinstance(value, bool | float):
+        raise _bad(value, f"a {type(value).__name__} is not a size")
+    else:
+        try:
+            size = operator.index(value)  # type: ignore[arg-type]
+        except TypeError:
+            raise _bad(value, f"a {type(value).__name__} is not a size") from None
+    if not 1 <= size <= _MAX:
+        raise _bad(value, "a size is between 1 byte and 2^63 - 1 bytes")
+    return size
+
+
+def format_size(size: int) -> str:
+    """Return ``size`` bytes in the largest fitting binary unit: ``"64 MiB"``, ``"1.5 GiB"``.
+
+    At most two decimals are kept, so the text is exact only where they suffice.
+    """
+    unit, factor = "B", 1
+    for name, number in (("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40)):
+        # 1023.995 would print as 1024.00 of the smaller unit.
+        if abs(size) * 1000 >= number * 999.995:
+            unit, factor = name, number
+    text = f"{size / factor:.2f}".rstrip("0").rstrip(".")
+    return f"{text} {unit}"
+
+
+def _parse_text(text: str) -> int:
+    match = _PATTERN.fullmatch(text.strip().lower())
+    if match is None:
+        raise _bad(text, "not a number with a unit")
+    sign, number, unit = match.groups()
+    if not unit:
+        raise _bad(text, "the unit is missing")
+    if unit not in _UNITS:
+        raise _bad(text, f"unknown unit {unit!r}")
+    size = int(Fraction(number.rstrip(".")) * _UNITS[unit])
+    return -size if sign == "-" else size
+
+
+def _bad(value: object, why: str) -> ConfigError:
+    return ConfigError(f"size {value!r}: {why}; write for example '64MiB' or '10GB'")

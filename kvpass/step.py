@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running a rewritten graph: resolve caches, reserve blocks, run, account, make new handles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass.config import Config
+from kvpass.errors import CacheStateError
+from kvpass.graph.rewrite import FunctionalSite, LayerShape, Plan, TieredGroup
+from kvpass.runtime import directory
+from kvpass.runtime.batch import Batch
+from kvpass.runtime.geometry import BlockGeometry
+from kvpass.runtime.handle import Content, KVHandle, Lease
+from kvpass.runtime.manager import Manager
+
+
+class RewrittenGraph:
+    """Callable with the inputs and outputs of the graph before it was rewritten.
+
+    Args:
+        plan: how the rewritten graph is called.
+        inner: the rewritten graph, compiled.
+        config: configuration of functional caches.
+        device: where attention is computed.
+        manager_for: gives the manager of functional caches.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        inner: Callable[..., Any],
+        config: Config,
+        device: torch.device,
+        manager_for: Callable[[Config, torch.device], Manager],
+    ) -> None:
+        self.plan = plan
+        self.inner = inner
+        self.config = config
+        self.device = device
+        self._manager_for = manager_for
+        self._functional = _Functional(plan.functional) if plan.functional else None
+
+    def __call__(self, *args: Any) -> Any:
+        """Run one step."""
+        plan = self.plan
+        sizes = _Sizes(plan.symbols, args)
+        rows: list[Tensor] = []
+        with ExitStack() as steps:
+            for group in plan.tiered:
+                rows.append(steps.enter_context(self._tiered_step(group, args, sizes)))
+            lease = None
+            if self._functional is not None:
+                manager = self._manager_for(self.config, self.device)
+                lease = self._functional.open(manager, args, sizes, self.config)
+                tokens = sizes.of(plan.functional[0].shape.tokens)
+                layers = range(len(plan.functional))
+                rows.append(steps.enter_context(manager.step(lease.batch, tokens, layers)))
+            outputs = self.inner(*[args[i] if i >= 0 else rows[-1 - i] for i in plan.inputs])
+        if lease is None or self._functional is None:
+            return outputs
+        return self._functional.close(lease, list(outputs), type(outputs))
+
+    def _tiered_step(self, group: TieredGroup, args: Sequence[Any], sizes: _Sizes) -> Any:
+        state = directory.tiered(args[group.handle])
+        shape = next(iter(group.layers.values()))
+        tokens = sizes.of(shape.tokens)
+        geometries = {
+            layer: _geometry(shape, group.block_size) for layer, shape in group.layers.items()
+        }
+        manager, batch = state.bind(sizes.of(shape.batch), self.device, geometries, tokens)
+        return manager.step(batch, tokens, sorted(group.layers))
+
+
+class _Sizes:
+    """Values of the symbols in one call."""
+
+    def __init__(self, symbols: dict[Any, tuple[int, int | None]], args: Sequence[Any]) -> None:
+        self.symbols = symbols
+        self.args = args
+        self.known: dict[Any, int] = {}
+
+    def of(self, size: Any) -> int:
+        """Value of an int or a symbolic expression."""
+        if isinstance(size, int):
+            return size
+        if size not in self.known:
+            values = {}
+            for symbol in size.free_symbols:
+                if symbol not in self.symbols:
+                    raise CacheStateError(f"the size {size} cannot be read from the graph's inputs")
+                index, dimension = self.symbols[symbol]
+                value = self.args[index]
+                values[symbol] = int(value if dimension is None else value.shape[dimension])
+            self.known[size] = int(size.subs(values))
+        return self.known[size]
+
+
+def _geometry(shape: LayerShape, block_size: int) -> BlockGeometry:
+    return BlockGeometry(
+        shape.kv_heads, shape.head_dim_k, shape.head_dim_v, shape.dtype, block_size
+    )
+
+
+class _Functional:
+    """The sites whose cache goes through the graph's inputs and outputs."""
+
+    def __init__(self, sites: list[FunctionalSite]) -> None:
+        self.sites = sites
+
+    def open(
+        self, manager: Manager, args: Sequence[Any], sizes: _Sizes, config: Config
+    ) -> Lease:
+        """The batch that the past handles stand for, or a new one."""
+        contents: list[Content] | None = []
+        for site in self.sites:
+            if site.past_k is None or site.past_v is None:
+                contents = None
+                break
+            for index in (site.past_k, site.past_v):
+                content = getattr(args[index], "content", None)
+                if content is None:
+                    contents = None
+                    break
+                assert contents is not None
+                contents.append(content)
+            if contents is None:
+                break
+        lease = self._same_batch(contents, manager) if contents else None
+        if lease is None:
+            lease = self._adopt(manager, args, sizes, config)
+        for layer, site in enumerate(self.sites):
+            lease.batch.define(layer, _geometry(site.shape, config.memory.block_size))
+        return lease
+
+    def _same_batch(self, contents: list[Content], manager: Manager) -> Lease | None:
+        """The lease of handles that are the layers of one batch, in order; else None."""
+        first = contents[0]
+        lease = first.lease
+        if lease.manager is not manager or lease.batch.layers != len(self.sites):
+            return None
+        for position, content in enumerate(contents):
+            layer, values = divmod(position, 2)
+            wanted = (layer, bool(values), first.length)
+            if content.lease is not lease:
+                return None
+            if (content.layer, content.values, content.length) != wanted:
+                return None
+        batch = lease.batch
+        if all(length == first.length for length in batch.lengths):
+            return lease
+        # An older handle of a sequence that has gone on since: continue from there, on its own.
+        return Lease(manager, manager.fork(batch, range(batch.size), first.length))
+
+    def _adopt(
+        self, manager: Manager, args: Sequence[Any], sizes: _Sizes, config: Config
+    ) -> Lease:
+        """A new batch that holds a copy of the dense past, if there is one."""
+        past: list[tuple[Tensor, Tensor] | None] = []
+        for site in self.sites:
+            if site.past_k is None or site.past_v is None:
+                past.append(None)
+            else:
+                past.append((_dense(args[site.past_k]), _dense(args[site.past_v])))
+        size = sizes.of(self.sites[0].shape.batch)
+        longest = max((pair[0].shape[2] for pair in past if pair is not None), default=0)
+        tokens = longest + sizes.of(self.sites[0].shape.tokens)
+        batch = manager.new_batch(size, len(self.sites), tokens + config.memory.block_size)
+        lease = Lease(manager, batch)
+        for layer, pair in enumerate(past):
+            if pair is None or pair[0].shape[2] == 0:
+                continue
+            k, v = pair
+            batch.define(layer, _geometry(self.sites[layer].shape, config.memory.block_size))
+            with manager.step(batch, k.shape[2], [layer]) as rows:
+                torch.ops.kvpass.append(k, v, rows, layer, config.memory.block_size)
+        return lease
+
+    def close(self, lease: Lease, outputs: list[Any], kind: type) -> Any:
+        """Put handles where the graph returned keys and values."""
+        batch: Batch = lease.batch
+        for layer, site in enumerate(self.sites):
+            length = batch.lengths[layer]
+            shape = site.shape
+            for positions, values, width in (
+                (site.out_k, False, shape.head_dim_k),
+                (site.out_v, True, shape.head_dim_v),
+            ):
+                if positions:
+                    content = Content(lease, layer, values, length)
+                    size = (batch.size, shape.kv_heads, length, width)
+                    handle = KVHandle.of(content, size, shape.dtype)
+                    for position in positions:
+                        outputs[position] = handle
+        return kind(outputs)
+
+
+def _dense(past: Tensor) -> Tensor:
+    return past.dense() if isinstance(past, KVHandle) else past

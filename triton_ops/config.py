@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tile sizes, warps, stages and splits of the kernels: constants by shape class, no autotuner."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from triton_ops._checks import next_power_of_2
+
+# Shared memory a program may use for K and V stages; two programs then fit an SM of 227 KiB.
+_STAGE_BYTES = 104 * 1024
+_HOST_SPLITS = 4
+_MAX_SPLITS = 128
+# Programs of the decode kernel that run at once on an SM.
+_PROGRAMS_PER_SM = 2
+
+# (batch, kv heads) -> splits where a sweep beat the rule below; filled from kernel_sweep.py.
+_MEASURED_SPLITS: dict[tuple[int, int], int] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """How a decode launch is cut.
+
+    Attributes:
+        block_n: tokens in a tile, a power of two from 32; halved until it divides the block.
+        num_warps: warps in a program.
+        num_stages: tiles in flight in shared memory.
+        splits: programs a (row, KV head), 0 = `splits_for`.
+        use_dot: matrix units; False sums products in fp32 instead (one query head a KV head).
+        peel: full tiles run without length masks.
+    """
+
+    block_n: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+    splits: int = 0
+    use_dot: bool = True
+    peel: bool = True
+
+    def tile(self, block_size: int) -> int:
+        """Tokens in a tile: the largest power of two up to `block_n` that divides the block."""
+        return fit_tile(self.block_n, block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendConfig:
+    """How an extend launch is cut.
+
+    Attributes:
+        block_m: rows (query token, query head of one KV head) in a program, a power of two.
+        block_n: tokens in a key tile, a power of two from 32.
+        num_warps: warps in a program.
+        num_stages: key tiles in flight in shared memory.
+        splits: programs that share the keys of a row tile, 0 = from the grid's size.
+    """
+
+    block_m: int = 64
+    block_n: int = 64
+    num_warps: int = 4
+    num_stages: int = 2
+    splits: int = 0
+
+
+def fit_tile(block_n: int, block_size: int) -> int:
+    """The largest power of two from 32 to `block_n` that divides `block_size`."""
+    if block_n < 32 or block_n & (block_n - 1):
+        raise ValueError(f"block_n must be a power of two from 32, got {block_n}")
+    return min(block_n, block_size & -block_size)
+
+
+def _tile_bytes(block_n: int, dk: int, dv: int, itemsize: int) -> int:
+    return block_n * (next_power_of_2(dk) + next_power_of_2(dv)) * itemsize
+
+
+def decode_config(
+    q_dtype: torch.dtype, kv_dtype: torch.dtype, dk: int, dv: int, group: int
+) -> DecodeConfig:
+    """Tile of a decode launch: what fits the shared memory of two programs an SM."""
+    del group
+    if q_dtype != kv_dtype or q_dtype == torch.float32:
+        # fp32 products run on the plain units: 8 warps hold the operands with far fewer spills
+        return DecodeConfig(block_n=32, num_warps=8, num_stages=2)
+    for block_n in (64, 32):
+        for stages in (3, 2):
+            if stages * _tile_bytes(block_n, dk, dv, kv_dtype.itemsize) <= _STAGE_BYTES:
+                return DecodeConfig(block_n=block_n, num_stages=stages)
+    return DecodeConfig(block_n=32, num_stages=2)
+
+
+def extend_config(
+    q_dtype: torch.dtype, kv_dtype: torch.dtype, dk: int, dv: int, rows: int, operands: bool
+) -> ExtendConfig:
+    """Tile of an extend launch for `rows` rows a KV head; `operands`: it has a mask or bias."""
+    wide = max(dk, dv) > 128
+    if q_dtype != kv_dtype or q_dtype == torch.float32:
+        return ExtendConfig(min(max(next_power_of_2(rows), 16), 16 if wide else 32), 32, 8, 1)
+    # a 128-row tile with a mask and bias spills about 1 KiB a thread on sm_90
+    top = 64 if wide or operands else 128
+    block_m = min(max(next_power_of_2(rows), 16), top)
+    warps = 8 if block_m >= 64 else 4
+    return ExtendConfig(block_m, 32 if wide else 64, warps, 2)
+
+
+@functools.cache
+def _sm_count(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def balanced_splits(pairs: int, slots: int, limit: int = _MAX_SPLITS) -> int:
+    """The fewest splits whose last wave is nearly full, for `pairs` on `slots` at once."""
+    best, best_score = 1, 0.0
+    for splits in range(1, limit + 1):
+        programs = pairs * splits
+        waves = -(-programs // slots)
+        # Each further wave costs a prologue and each split a partial, so more must pay.
+        score = programs / (waves * slots) - 0.02 * (waves - 1)
+        if score > best_score + 1e-9:
+            best, best_score = splits, score
+        if waves > 4:
+            break
+    return best
+
+
+def splits_for(batch: int, kv_heads: int, device: torch.device) -> int:
+    """Programs that share the keys of one (row, KV head); from shapes and the SM count only.
+
+    Args:
+        batch: rows in the launch.
+        kv_heads: KV heads.
+        device: where the kernel runs; a fixed small count off the GPU.
+    """
+    if device.type != "cuda":
+        return _HOST_SPLITS
+    measured = _MEASURED_SPLITS.get((batch, kv_heads))
+    if measured is not None:
+        return measured
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return balanced_splits(max(batch * kv_heads, 1), _sm_count(index) * _PROGRAMS_PER_SM)
+
+
+def extend_splits(programs: int, device: torch.device) -> int:
+    """Programs that share the keys of a row tile: 1 once the row tiles fill the GPU."""
+    if device.type != "cuda":
+        return 1 if programs >= _HOST_SPLITS else 2
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return max(1, min(_MAX_SPLITS // 4, _sm_count(index) // max(programs, 1)))

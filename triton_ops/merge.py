@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merge partial attentions over disjoint keys, and count block heat from the merged sums.
+
+The rule: with maxima m_s, sums l_s and unnormalised outputs a_s of the splits, M = max m_s,
+w_s = exp(m_s - M), out = sum w_s a_s / sum w_s l_s. A split that saw no key has m = -inf, l = 0
+and is left out, so all-empty gives 0 and lse = -inf instead of NaN.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from triton_ops import _checks
+from triton_ops._tiles import LOG2E
+
+# A block whose share is 1/blocks up to fp32 rounding counts.
+_HEAT_SLACK = tl.constexpr(1.0 - 1e-5)
+HEAT_BLOCKS_PER_PROGRAM = 64
+
+
+@triton.jit
+def _merge_row(
+    part_acc, part_m, part_l, out, lse, i_r, S, DV: tl.constexpr, DV_P: tl.constexpr,
+    SP: tl.constexpr,
+):  # fmt: skip
+    o_s = tl.arange(0, SP)
+    o_d = tl.arange(0, DV_P)
+    m_s = o_s < S
+    b_m = tl.load(part_m + i_r * S + o_s, mask=m_s, other=-float("inf"))
+    b_l = tl.load(part_l + i_r * S + o_s, mask=m_s, other=0.0)
+    b_top = tl.max(b_m, 0)
+    b_ref = tl.where(b_top == -float("inf"), 0.0, b_top)
+    b_w = tl.exp2((b_m - b_ref) * LOG2E)
+    b_sum = tl.sum(b_w * b_l, 0)
+    # [SP, DV] an empty split has not written its part
+    m_a = (m_s & (b_l > 0))[:, None] & (o_d < DV)[None, :]
+    p_a = part_acc + (i_r * S + o_s)[:, None] * DV + o_d[None, :]
+    b_a = tl.load(p_a, mask=m_a, other=0.0)
+    b_o = tl.sum(b_a * b_w[:, None], 0) / tl.where(b_sum > 0, b_sum, 1.0)
+    tl.store(out + i_r * DV + o_d, b_o.to(out.dtype.element_ty), mask=o_d < DV)
+    tl.store(lse + i_r, b_top + tl.log(b_sum))
+
+
+@triton.jit
+def _count_heat(
+    part_m, part_l, tile_m, tile_l, rows, row_len, row_heat, i_c, new_tokens, S, max_tiles,
+    HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr,
+    BLOCK: tl.constexpr, BN: tl.constexpr, CHUNKS, CB: tl.constexpr,
+):  # fmt: skip
+    i_bh = i_c // CHUNKS
+    i_row = tl.load(rows + i_bh // HKV).to(tl.int64)
+    length = 0
+    heat = i_row * 0
+    if i_row >= 0:
+        length = tl.load(row_len + i_row) + new_tokens
+        heat = tl.load(row_heat + i_row)
+    blocks = tl.cdiv(length, BLOCK)
+    o_block = (i_c % CHUNKS) * CB + tl.arange(0, CB)
+    if (heat != 0) & ((i_c % CHUNKS) * CB < blocks):
+        o_g = tl.arange(0, GP)
+        o_s = tl.arange(0, SP)
+        # [GP, SP] maxima and sums of the splits of each query head
+        m_gs = (o_g < G)[:, None] & (o_s < S)[None, :]
+        o_gs = (i_bh * G + o_g)[:, None] * S + o_s[None, :]
+        b_m = tl.load(part_m + o_gs, mask=m_gs, other=-float("inf"))
+        b_l = tl.load(part_l + o_gs, mask=m_gs, other=0.0)
+        b_top = tl.max(b_m, 1)
+        b_ref = tl.where(b_top == -float("inf"), 0.0, b_top)
+        b_sum = tl.sum(b_l * tl.exp2((b_m - b_ref[:, None]) * LOG2E), 1)
+        b_inv = tl.where(b_sum > 0, 1.0 / tl.where(b_sum > 0, b_sum, 1.0), 0.0)
+        # [CB, GP] mass of each block
+        b_mass = tl.zeros([CB, GP], tl.float32)
+        for i in range(BLOCK // BN):
+            o_tile = o_block * (BLOCK // BN) + i
+            m_t = (o_tile * BN < length) & (o_tile < max_tiles)
+            m_tg = m_t[:, None] & (o_g < G)[None, :]
+            o_tg = (i_bh * max_tiles + o_tile)[:, None] * G + o_g[None, :]
+            b_tm = tl.load(tile_m + o_tg, mask=m_tg, other=-float("inf"))
+            b_tl = tl.load(tile_l + o_tg, mask=m_tg, other=0.0)
+            b_mass += b_tl * tl.exp2((b_tm - b_ref[None, :]) * LOG2E)
+        b_share = tl.sum(b_mass * b_inv[None, :], 1) / G
+        m_hot = (b_share * blocks >= _HEAT_SLACK) & (o_block < blocks)
+        m_hot = m_hot & (o_block * (BLOCK // BN) < max_tiles)
+        p_heat = heat.to(tl.pointer_type(tl.int32)) + o_block
+        tl.atomic_add(p_heat, tl.full([CB], 1, tl.int32), mask=m_hot, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["new_tokens", "max_tiles", "R", "CHUNKS"])
+def _merge_kernel(
+    part_acc,
+    part_m,
+    part_l,
+    out,
+    lse,
+    tile_m,
+    tile_l,
+    rows,
+    row_len,
+    row_heat,
+    R,
+    S,
+    new_tokens,
+    max_tiles,
+    CHUNKS,
+    DV: tl.constexpr,
+    DV_P: tl.constexpr,
+    SP: tl.constexpr,
+    HEAT: tl.constexpr,
+    HKV: tl.constexpr,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BN: tl.constexpr,
+    CB: tl.constexpr,
+):
+    i_p = tl.program_id(0).to(tl.int64)
+    if HEAT:
+        if i_p < R:
+            _merge_row(part_acc, part_m, part_l, out, lse, i_p, S, DV, DV_P, SP)
+        else:
+            _count_heat(
+                part_m, part_l, tile_m, tile_l, rows, row_len, row_heat, i_p - R, new_tokens, S,
+                max_tiles, HKV, G, GP, SP, BLOCK, BN, CHUNKS, CB,
+            )  # fmt: skip
+    else:
+        _merge_row(part_acc, part_m, part_l, out, lse, i_p, S, DV, DV_P, SP)
+
+
+def merge_splits(
+    part_acc: torch.Tensor,
+    part_ml: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    heat: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    new_tokens: int = 0,
+    kv_heads: int = 1,
+    block_size: int = 32,
+    block_n: int = 32,
+) -> None:
+    """Combine the partials of a split kernel, and count heat in the same launch.
+
+    Args:
+        part_acc: fp32 `[..., S, Dv]`, sums of weights times V; not read where the sum is 0.
+        part_ml: fp32 `[2, ..., S]`, maxima and sums in natural units.
+        out: `[..., Dv]` contiguous, written.
+        lse: fp32 `[...]` contiguous, written.
+        heat: `(tile_ml, rows, row_len, row_heat)` with tile_ml fp32 `[2, B, Hkv, tiles, G]`.
+        new_tokens: added to `row_len`, as in the kernel that wrote the partials.
+        kv_heads: KV heads, for heat.
+        block_size: tokens in a block, for heat.
+        block_n: tokens in a tile of `tile_ml`.
+    """
+    splits, dv = part_acc.shape[-2:]
+    total = lse.numel()
+    group, tiles, chunks, batch = 1, 0, 0, 0
+    tile_m = tile_l = rows = row_len = row_heat = None
+    if heat is not None:
+        tile_ml, rows, row_len, row_heat = heat
+        tile_m, tile_l = tile_ml[0], tile_ml[1]
+        batch, _, tiles, group = tile_m.shape
+        chunks = triton.cdiv(tiles * block_n, block_size * HEAT_BLOCKS_PER_PROGRAM)
+    _merge_kernel[(total + batch * kv_heads * chunks,)](
+        part_acc,
+        part_ml[0],
+        part_ml[1],
+        out,
+        lse,
+        tile_m,
+        tile_l,
+        rows,
+        row_len,
+        row_heat,
+        total,
+        splits,
+        new_tokens,
+        tiles,
+        chunks,
+        DV=dv,
+        DV_P=_checks.next_power_of_2(dv),
+        SP=_checks.next_power_of_2(splits),
+        HEAT=heat is not None,
+        HKV=kv_heads,
+        G=group,
+        GP=_checks.next_power_of_2(group),
+        BLOCK=block_size,
+        BN=block_n,
+        CB=HEAT_BLOCKS_PER_PROGRAM,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _merge_lse_kernel(outs, lses, out, lse, R, S, D: tl.constexpr, DP: tl.constexpr,
+                      SP: tl.constexpr):  # fmt: skip
+    i_r = tl.program_id(0).to(tl.int64)
+    o_s = tl.arange(0, SP).to(tl.int64)
+    o_d = tl.arange(0, DP)
+    b_lse = tl.load(lses + o_s * R + i_r, mask=o_s < S, other=-float("inf"))
+    b_top = tl.max(b_lse, 0)
+    b_w = tl.exp2((b_lse - tl.where(b_top == -float("inf"), 0.0, b_top)) * LOG2E)
+    b_sum = tl.sum(b_w, 0)
+    # [SP, D] a part whose lse is -inf may hold anything
+    m_o = (b_w > 0)[:, None] & (o_d < D)[None, :]
+    b_o = tl.load(outs + (o_s * R + i_r)[:, None] * D + o_d[None, :], mask=m_o, other=0.0)
+    b_o = tl.sum(b_o.to(tl.float32) * b_w[:, None], 0) / tl.where(b_sum > 0, b_sum, 1.0)
+    tl.store(out + i_r * D + o_d, b_o.to(out.dtype.element_ty), mask=o_d < D)
+    tl.store(lse + i_r, b_top + tl.log(b_sum))
+
+
+def merge(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge attentions of the same queries over disjoint sets of keys.
+
+    Args:
+        outs: `[S, ..., D]` fp32, fp16 or bf16, each normalised over its own keys.
+        lses: fp32 `[S, ...]`, natural log of each one's sum; -inf: this part is left out.
+
+    Returns:
+        out `[..., D]` in the dtype of `outs` and lse fp32 `[...]`; 0 and -inf where all are empty.
+
+    Raises:
+        ValueError: shapes that do not fit, or no part.
+        TypeError: a dtype other than those named.
+    """
+    _checks.check_dtype("outs", outs.dtype)
+    if lses.dtype != torch.float32:
+        raise TypeError(f"lses must be float32, got {lses.dtype}")
+    if outs.shape[:-1] != lses.shape or outs.dim() < 2 or outs.shape[0] == 0:
+        raise ValueError(
+            f"outs [S, ..., D] and lses [S, ...] do not fit: {list(outs.shape)}, "
+            f"{list(lses.shape)}"
+        )
+    outs, lses = outs.contiguous(), lses.contiguous()
+    out = outs.new_empty(outs.shape[1:])
+    lse = lses.new_empty(lses.shape[1:])
+    total = math.prod(lse.shape)
+    if total == 0 or outs.shape[-1] == 0:
+        return out, lse
+    with _checks.device_guard(outs.device):
+        _merge_lse_kernel[(total,)](
+            outs,
+            lses,
+            out,
+            lse,
+            total,
+            outs.shape[0],
+            D=outs.shape[-1],
+            DP=_checks.next_power_of_2(outs.shape[-1]),
+            SP=_checks.next_power_of_2(outs.shape[0]),
+        )
+    return out, lse
