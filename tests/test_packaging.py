@@ -47,7 +47,7 @@ def pins() -> dict[str, str]:
 def test_entry_points() -> None:
     project = PROJECT["project"]
     assert project["scripts"] == {"kvpass": "kvpass.cli:main"}
-    assert project["entry-points"]["torch_dynamo_backends"] == {"kvpass": "kvpass.backend:backend"}
+    assert project["entry-points"]["torch_dynamo_backends"] == {"kvpass": "kvpass.backends:backend"}
 
 
 def test_the_version_has_one_source() -> None:

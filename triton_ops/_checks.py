@@ -47,7 +47,9 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 def check_rank4(name: str, tensor: torch.Tensor) -> None:
     """Raise ValueError unless `tensor` has the four dimensions `[B, H, n, D]`."""
     if tensor.dim() != 4:
-        raise ValueError(f"{name} must be [batch, heads, tokens, head_dim], got {tensor.dim()} dims")
+        raise ValueError(
+            f"{name} must be [batch, heads, tokens, head_dim], got {tensor.dim()} dims"
+        )
 
 
 def check_head_dim(name: str, dim: int) -> None:
@@ -152,6 +154,11 @@ def kv_mask_operand(kv_mask: torch.Tensor | None, batch: int, device: torch.devi
     if kv_mask.dtype == torch.bool:
         kv_mask = kv_mask.view(torch.uint8)
     return KvMask(kv_mask, (kv_mask.stride(0), kv_mask.stride(1)), kv_mask.shape[1])
+
+
+def workspace(device: torch.device, *shape: int) -> torch.Tensor:
+    """An uninitialised fp32 tensor for partial results."""
+    return torch.empty(shape, dtype=torch.float32, device=device)
 
 
 def device_guard(device: torch.device) -> contextlib.AbstractContextManager[object]:

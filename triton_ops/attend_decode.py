@@ -206,7 +206,8 @@ def _decode_kernel(
     i_r = i_bh * G + o_g
     m_o = m_g[:, None] & (o_dv < DV)[None, :]
     if DIRECT:
-        b_o = b_acc / tl.where(b_l > 0, b_l, 1.0)[:, None]
+        b_l = tl.where(b_l > 0, b_l, 1.0)
+        b_o = b_acc / b_l[:, None]
         tl.store(out + i_r[:, None] * DV + o_dv[None, :], b_o.to(out.dtype.element_ty), mask=m_o)
         tl.store(lse + i_r, b_m + tl.log(b_l), mask=m_g)
     else:
@@ -306,15 +307,14 @@ def attend_decode(
     use_dot = cfg.use_dot or group > 1
     direct = splits == 1 and row_heat is None
     part_acc = part_m = part_l = tile_m = tile_l = None
-    f32 = {"dtype": torch.float32, "device": q.device}
     if not direct:
-        part_acc = torch.empty((batch, heads, splits, head_dim_v), **f32)
-        part_ml = torch.empty((2, batch, heads, splits), **f32)
+        part_acc = _checks.workspace(q.device, batch, heads, splits, head_dim_v)
+        part_ml = _checks.workspace(q.device, 2, batch, heads, splits)
         part_m, part_l = part_ml[0], part_ml[1]
     max_tiles = 0
     if row_heat is not None and max_blocks is not None:
         max_tiles = max_blocks * (block_size // block_n)
-        tile_ml = torch.empty((2, batch, kv_heads, max_tiles, group), **f32)
+        tile_ml = _checks.workspace(q.device, 2, batch, kv_heads, max_tiles, group)
         tile_m, tile_l = tile_ml[0], tile_ml[1]
     with _checks.device_guard(q.device):
         _decode_kernel[(batch * kv_heads, splits)](

@@ -183,7 +183,8 @@ def _extend_kernel(
     i_r = (i_b * HKV * G + o_h) * n + o_i
     m_o = m_r[:, None] & (o_dv < DV)[None, :]
     if DIRECT:
-        b_o = b_acc / tl.where(b_l > 0, b_l, 1.0)[:, None]
+        b_l = tl.where(b_l > 0, b_l, 1.0)
+        b_o = b_acc / b_l[:, None]
         tl.store(out + i_r[:, None] * DV + o_dv[None, :], b_o.to(out.dtype.element_ty), mask=m_o)
         tl.store(lse + i_r, b_m + tl.log(b_l), mask=m_r)
     else:
@@ -275,9 +276,8 @@ def attend_extend(
     splits = cfg.splits or extend_splits(row_tiles * batch * kv_heads, q.device)
     part_acc = part_m = part_l = None
     if splits > 1:
-        f32 = {"dtype": torch.float32, "device": q.device}
-        part_acc = torch.empty((batch, heads, n, splits, dv), **f32)
-        part_ml = torch.empty((2, batch, heads, n, splits), **f32)
+        part_acc = _checks.workspace(q.device, batch, heads, n, splits, dv)
+        part_ml = _checks.workspace(q.device, 2, batch, heads, n, splits)
         part_m, part_l = part_ml[0], part_ml[1]
     with _checks.device_guard(q.device):
         _extend_kernel[(row_tiles, batch * kv_heads, splits)](

@@ -20,12 +20,14 @@ from triton_ops._tiles import LOG2E
 # A block whose share is 1/blocks up to fp32 rounding counts.
 _HEAT_SLACK = tl.constexpr(1.0 - 1e-5)
 HEAT_BLOCKS_PER_PROGRAM = 64
+# Partials that a merging program holds at once: 32 x 256 fp32 is 64 registers a thread.
+_SPLITS_PER_LOAD = 32
 
 
 @triton.jit
 def _merge_row(
     part_acc, part_m, part_l, out, lse, i_r, S, DV: tl.constexpr, DV_P: tl.constexpr,
-    SP: tl.constexpr,
+    SP: tl.constexpr, SC: tl.constexpr,
 ):  # fmt: skip
     o_s = tl.arange(0, SP)
     o_d = tl.arange(0, DV_P)
@@ -34,15 +36,21 @@ def _merge_row(
     b_l = tl.load(part_l + i_r * S + o_s, mask=m_s, other=0.0)
     b_top = tl.max(b_m, 0)
     b_ref = tl.where(b_top == -float("inf"), 0.0, b_top)
-    b_w = tl.exp2((b_m - b_ref) * LOG2E)
-    b_sum = tl.sum(b_w * b_l, 0)
-    # [SP, DV] an empty split has not written its part
-    m_a = (m_s & (b_l > 0))[:, None] & (o_d < DV)[None, :]
-    p_a = part_acc + (i_r * S + o_s)[:, None] * DV + o_d[None, :]
-    b_a = tl.load(p_a, mask=m_a, other=0.0)
-    b_o = tl.sum(b_a * b_w[:, None], 0) / tl.where(b_sum > 0, b_sum, 1.0)
+    b_sum = tl.sum(b_l * tl.exp2((b_m - b_ref) * LOG2E), 0)
+    b_o = tl.zeros([DV_P], tl.float32)
+    o_c = tl.arange(0, SC)
+    for i in range(0, S, SC):
+        m_c = i + o_c < S
+        b_cm = tl.load(part_m + i_r * S + i + o_c, mask=m_c, other=-float("inf"))
+        b_cl = tl.load(part_l + i_r * S + i + o_c, mask=m_c, other=0.0)
+        # [SC, DV] an empty split has not written its part
+        m_a = (b_cl > 0)[:, None] & (o_d < DV)[None, :]
+        p_a = part_acc + (i_r * S + i + o_c)[:, None] * DV + o_d[None, :]
+        b_a = tl.load(p_a, mask=m_a, other=0.0)
+        b_o += tl.sum(b_a * tl.exp2((b_cm - b_ref) * LOG2E)[:, None], 0)
+    b_o = b_o / tl.where(b_sum > 0, b_sum, 1.0)
     tl.store(out + i_r * DV + o_d, b_o.to(out.dtype.element_ty), mask=o_d < DV)
-    tl.store(lse + i_r, b_top + tl.log(b_sum))
+    tl.store(lse + i_r, b_top + tl.log(tl.where(b_sum > 0, b_sum, 1.0)))
 
 
 @triton.jit
@@ -109,6 +117,7 @@ def _merge_kernel(
     DV: tl.constexpr,
     DV_P: tl.constexpr,
     SP: tl.constexpr,
+    SC: tl.constexpr,
     HEAT: tl.constexpr,
     HKV: tl.constexpr,
     G: tl.constexpr,
@@ -120,14 +129,14 @@ def _merge_kernel(
     i_p = tl.program_id(0).to(tl.int64)
     if HEAT:
         if i_p < R:
-            _merge_row(part_acc, part_m, part_l, out, lse, i_p, S, DV, DV_P, SP)
+            _merge_row(part_acc, part_m, part_l, out, lse, i_p, S, DV, DV_P, SP, SC)
         else:
             _count_heat(
                 part_m, part_l, tile_m, tile_l, rows, row_len, row_heat, i_p - R, new_tokens, S,
                 max_tiles, HKV, G, GP, SP, BLOCK, BN, CHUNKS, CB,
             )  # fmt: skip
     else:
-        _merge_row(part_acc, part_m, part_l, out, lse, i_p, S, DV, DV_P, SP)
+        _merge_row(part_acc, part_m, part_l, out, lse, i_p, S, DV, DV_P, SP, SC)
 
 
 def merge_splits(
@@ -183,6 +192,7 @@ def merge_splits(
         DV=dv,
         DV_P=_checks.next_power_of_2(dv),
         SP=_checks.next_power_of_2(splits),
+        SC=min(_checks.next_power_of_2(splits), _SPLITS_PER_LOAD),
         HEAT=heat is not None,
         HKV=kv_heads,
         G=group,
@@ -209,7 +219,7 @@ def _merge_lse_kernel(outs, lses, out, lse, R, S, D: tl.constexpr, DP: tl.conste
     b_o = tl.load(outs + (o_s * R + i_r)[:, None] * D + o_d[None, :], mask=m_o, other=0.0)
     b_o = tl.sum(b_o.to(tl.float32) * b_w[:, None], 0) / tl.where(b_sum > 0, b_sum, 1.0)
     tl.store(out + i_r * D + o_d, b_o.to(out.dtype.element_ty), mask=o_d < D)
-    tl.store(lse + i_r, b_top + tl.log(b_sum))
+    tl.store(lse + i_r, b_top + tl.log(tl.where(b_sum > 0, b_sum, 1.0)))
 
 
 def merge(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -231,8 +241,7 @@ def merge(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.T
         raise TypeError(f"lses must be float32, got {lses.dtype}")
     if outs.shape[:-1] != lses.shape or outs.dim() < 2 or outs.shape[0] == 0:
         raise ValueError(
-            f"outs [S, ..., D] and lses [S, ...] do not fit: {list(outs.shape)}, "
-            f"{list(lses.shape)}"
+            f"outs [S, ..., D] and lses [S, ...] do not fit: {list(outs.shape)}, {list(lses.shape)}"
         )
     outs, lses = outs.contiguous(), lses.contiguous()
     out = outs.new_empty(outs.shape[1:])

@@ -128,7 +128,8 @@ def pack_blocks(
         padded[:, :total] = part
         paged = padded.view(heads, blocks, pages, PAGE_TOKENS * dim)
         packed.append(paged.permute(1, 0, 2, 3))
-    return torch.cat(packed, -1).reshape(blocks, -1)
+    elems = block_elems(heads, dk, v.shape[2], block_size)
+    return torch.cat(packed, -1).reshape(blocks, elems)
 
 
 def gather_blocks(

@@ -10,7 +10,7 @@ from torch import fx
 
 from kvpass.graph.kv import NoSource, Operand, check_new, find_source, kv_heads, unrepeat
 from kvpass.graph.legality import site_refusal
-from kvpass.graph.mask import Keep, MaskReader, Reading
+from kvpass.graph.mask import MaskReader, Reading
 from kvpass.graph.score import (
     Chain,
     MaskTerm,
@@ -27,6 +27,7 @@ from kvpass.graph.site import (
     MaskSpec,
     Refusal,
 )
+from kvpass.graph.values import Keep
 from kvpass.graph.walk import (
     NotMatched,
     Size,
@@ -35,10 +36,8 @@ from kvpass.graph.walk import (
     module_path,
     need_tensor,
     op_name,
-    proven,
     same,
     shape_of,
-    tensor_of,
     written_between,
 )
 
@@ -186,10 +185,10 @@ class _Finder:
         inputs = [chain.query, source.k_new, source.v_new, mask.kv_mask, mask.operand]
         inputs += [source.past_k, source.past_v, source.keys, source.values]
         given = [node for node in inputs if node is not None]
-        start = min(self.order[node] for node in given)
-        for write in [written_between(given, start, self.order[chain.output], self.order)]:
-            if write is not None:
-                raise NotMatched(f"{describe(write)} writes in place to an input of the attention")
+        start = min(self.order[node] for node in (*given, *interior))
+        write = written_between(given, start, self.order[chain.output], self.order)
+        if write is not None:
+            raise NotMatched(f"{describe(write)} writes in place to an input of the attention")
 
     def _mask(self, chain: Chain, source: CacheSource) -> MaskSpec:
         query = need_tensor(chain.query, "the query").shape
@@ -301,6 +300,3 @@ def _combine(parts: list[tuple[MaskSpec, bool]]) -> MaskSpec:
         kv_mask=next(iter(padding), None),
         operand=next(iter(operands), None),
     )
-
-
-__all__ = ["find_sites", "proven", "tensor_of"]

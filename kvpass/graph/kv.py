@@ -203,8 +203,6 @@ def _is_empty(node: fx.Node) -> bool:
 
 def _functional(k: fx.Node, v: fx.Node, live: set[fx.Node]) -> CacheSource:
     (past_k, new_k), (past_v, new_v) = _cat_parts(k), _cat_parts(v)
-    if _is_past(new_k) or _is_past(new_v):
-        raise NoSource("a cache placed after the new tokens is not supported yet")
     if _is_empty(past_k) and _is_empty(past_v):
         source = CacheSource("functional", k, v, k_new=new_k, v_new=new_v)
     elif _is_past(past_k) and _is_past(past_v):
@@ -259,11 +257,17 @@ def check_new(source: CacheSource, query: fx.Node) -> None:
         raise NoSource(f"{k[2]} new keys for {q[2]} queries: cross attention is not supported yet")
 
 
-_REARRANGING = frozenset(
-    "view reshape transpose permute getitem split chunk unflatten contiguous expand unsqueeze "
-    "squeeze flatten to float half bfloat16 type type_as repeat repeat_interleave mul add neg "
-    "roll index_select narrow select cat".split()
-)
+# fmt: off
+_REARRANGING = frozenset((
+    "add", "bfloat16", "cat", "chunk", "contiguous", "double", "expand", "flatten", "float", "getitem",
+    "half", "index_select", "mul", "narrow", "neg", "permute", "repeat", "repeat_interleave",
+    "reshape", "roll", "select", "split", "squeeze", "to", "transpose", "type", "type_as",
+    "unflatten", "unsqueeze", "view",
+))
+# fmt: on
+
+
+_MAKERS = ("empty", "new_empty", "zeros", "new_zeros")
 
 
 def _explain(operand: Operand, what: str) -> None:
@@ -273,6 +277,12 @@ def _explain(operand: Operand, what: str) -> None:
     if op_name(base) not in _REARRANGING and base.op == "call_function":
         near = [base]
     writes = [write for node in near for write in _writes(node)]
+    made_here = [node for node in near if op_name(node) in _MAKERS]
+    if writes and made_here and not any(_returned(node) for node in made_here):
+        raise NoSource(
+            f"{what} are assembled in place by {describe(writes[0])}, as in multi-head latent "
+            "attention: not supported yet"
+        )
     if writes:
         raise NoSource(
             f"{what} are kept in a static buffer written by {describe(writes[0])}: "

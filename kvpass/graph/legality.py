@@ -67,9 +67,9 @@ def graph_refusal(gm: fx.GraphModule) -> str | None:
     The ops of a cache have no gradient, so a graph that may be differentiated is left alone.
     """
     for node in gm.graph.nodes:
-        if node.op == "call_function" and node.target is torch._C._set_grad_enabled:
-            if node.args and node.args[0] is not False and _trainable(gm):
-                return "gradients are enabled inside the graph: remove torch.enable_grad()"
+        enables = node.target is torch._C._set_grad_enabled and node.args[:1] != (False,)
+        if node.op == "call_function" and enables and _trainable(gm):
+            return "gradients are enabled inside the graph: remove torch.enable_grad()"
     if torch.is_grad_enabled() and (name := _trainable(gm)):
         return f"gradients are needed ({name}): compile and run under torch.no_grad()"
     return None
@@ -89,5 +89,5 @@ def _trainable(gm: fx.GraphModule) -> str | None:
         else:
             continue
         if value is not None and value.is_floating_point() and value.requires_grad:
-            return node.name
+            return str(node.name)
     return None

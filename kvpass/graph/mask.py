@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from kvpass.graph.values import Bias, Bound, Const, Index, Keep, Pad, Value, below, move
 from kvpass.graph.walk import (
     Size,
     bind,
@@ -29,64 +30,6 @@ from kvpass.graph.walk import (
     shape_of,
     tensor_of,
 )
-
-
-@dataclass(frozen=True)
-class Index:
-    """Integer tensor whose value is the position along ``axis`` plus ``offset``."""
-
-    axis: int | None
-    offset: Size
-    extent: Size
-
-
-@dataclass(frozen=True)
-class Const:
-    """Tensor with one value everywhere."""
-
-    value: float
-
-
-@dataclass(frozen=True)
-class Bound:
-    """Visible where key position j <= query position i + ``shift``."""
-
-    k_axis: int
-    q_axis: int | None
-    shift: Size
-    k_extent: Size
-    q_extent: Size
-
-
-@dataclass(frozen=True)
-class Pad:
-    """Visible where ``node``[b, j], a bool tensor [B, keys]."""
-
-    node: fx.Node
-    b_axis: int
-    k_axis: int
-    b_extent: Size
-    k_extent: Size
-
-
-@dataclass(frozen=True)
-class Keep:
-    """Tensor that is nonzero exactly where all bounds and paddings allow (or not, if negated)."""
-
-    bounds: tuple[Bound, ...] = ()
-    pads: tuple[Pad, ...] = ()
-    negated: bool = False
-
-
-@dataclass(frozen=True)
-class Bias:
-    """Float tensor that is 0 where ``keep`` holds and ``hidden`` elsewhere."""
-
-    keep: Keep
-    hidden: float
-
-
-Value = Index | Const | Keep | Bias
 
 
 @dataclass(frozen=True)
@@ -121,19 +64,21 @@ class MaskReader:
         """What a bool or 0/min value means for scores [batch, heads, queries, keys], or None."""
         hidden = -math.inf
         if isinstance(value, Bias):
-            value, hidden = value.keep, value.hidden
+            hidden = value.hidden
+            value = value.keep
         if not isinstance(value, Keep) or value.negated or not shape or not same(shape[-1], keys):
             return None
         causal = False
         for bound in value.bounds:
             if bound.k_axis != -1 or not same(bound.k_extent, keys):
                 return None
+            if proven(bound.shift >= keys - 1) and not same(bound.shift, keys - queries):
+                continue
             if bound.q_axis not in (-2, None) or not same(bound.q_extent, queries):
                 return None
-            if same(bound.shift, keys - queries):
-                causal = True
-            elif not proven(bound.shift >= keys - 1):
+            if not same(bound.shift, keys - queries):
                 return None
+            causal = True
         nodes = {pad.node for pad in value.pads}
         if len(nodes) > 1:
             return None
@@ -256,53 +201,7 @@ class MaskReader:
         value, before, after = self.value(source), shape_of(source), shape_of(node)
         if value is None or before is None or after is None or len(after) != len(axes):
             return None
-        place: dict[int, int] = {}
-        size: dict[int, Size] = {}
-        for position, axis in enumerate(axes):
-            if axis is not None:
-                place[axis - len(before)] = position - len(axes)
-                # A slice from zero shortens the axis; one that was broadcast keeps its extent.
-                size[axis - len(before)] = after[position]
-
-        def extent(axis: int, old: Size) -> Size:
-            if same(size[axis], before[axis]):
-                return old
-            return size[axis] if same(old, before[axis]) else -1
-
-        if isinstance(value, Index):
-            if value.axis is None:
-                return value
-            return replace(value, axis=place[value.axis], extent=extent(value.axis, value.extent))
-        if isinstance(value, Const):
-            return value
-        keep = value.keep if isinstance(value, Bias) else value
-        try:
-            bounds = tuple(
-                replace(
-                    bound,
-                    k_axis=place[bound.k_axis],
-                    q_axis=None if bound.q_axis is None else place[bound.q_axis],
-                    k_extent=extent(bound.k_axis, bound.k_extent),
-                    q_extent=bound.q_extent
-                    if bound.q_axis is None
-                    else extent(bound.q_axis, bound.q_extent),
-                )
-                for bound in keep.bounds
-            )
-            pads = tuple(
-                replace(
-                    pad,
-                    b_axis=place[pad.b_axis],
-                    k_axis=place[pad.k_axis],
-                    b_extent=extent(pad.b_axis, pad.b_extent),
-                    k_extent=extent(pad.k_axis, pad.k_extent),
-                )
-                for pad in keep.pads
-            )
-        except KeyError:
-            return None
-        moved = replace(keep, bounds=bounds, pads=pads)
-        return replace(value, keep=moved) if isinstance(value, Bias) else moved
+        return move(value, before, after, axes)
 
     def _compare(self, node: fx.Node) -> Value | None:
         bound = bind(node, "input", "other")
@@ -318,7 +217,7 @@ class MaskReader:
         else:
             small, large = a, b
         negated = name in ("lt", "gt")
-        return _below(small, large, negated)
+        return below(small, large, negated)
 
     def _index(self, item: object) -> Index | None:
         number = scalar_of(item)
@@ -422,25 +321,6 @@ class MaskReader:
         """Broadcasting and copies: axes counted from the right do not move."""
         value = self.value(node.args[0])
         return value if node.args and isinstance(node.args[0], fx.Node) else None
-
-
-def _below(small: Index, large: Index, negated: bool) -> Keep | None:
-    """Where ``small <= large`` if one is the key index (axis -1 side) and the other is not.
-
-    With the key index on the large side the comparison is turned: i <= j is not (j <= i - 1).
-    """
-    if small.axis is None and large.axis is None:
-        return None
-    if small.axis is not None and (large.axis is None or small.axis > large.axis):
-        shift = large.offset - small.offset
-        bound = Bound(small.axis, large.axis, shift, small.extent, large.extent)
-        return Keep(bounds=(bound,), negated=negated)
-    if large.axis is not None and (small.axis is None or large.axis > small.axis):
-        # small + i <= large + j  <=>  not (j <= i + small - large - 1)
-        shift = small.offset - large.offset - 1
-        bound = Bound(large.axis, small.axis, shift, large.extent, small.extent)
-        return Keep(bounds=(bound,), negated=not negated)
-    return None
 
 
 def _opaque(node: fx.Node) -> Value | None:

@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx
 
+from kvpass.graph.product import PRODUCTS, key_operand, value_operand
 from kvpass.graph.walk import (
     NotMatched,
     bind,
     describe,
-    inserted_axes,
     is_cast,
     number_of,
     op_name,
@@ -22,8 +21,8 @@ from kvpass.graph.walk import (
     tensor_of,
 )
 
-_PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
-_POINTWISE_LIMIT = 24
+_SEARCH_LIMIT = 256
+_ENDS = ("linear", "dropout", "softmax", "function embedding", "function layer_norm")
 
 
 @dataclass(frozen=True)
@@ -70,12 +69,12 @@ def looks_like_attention(softmax: fx.Node, live: set[fx.Node]) -> bool:
 def _from_product(node: fx.Node) -> bool:
     """Whether elementwise or joining operations lead from a product of tensors to the node."""
     stack, seen = [node], {node}
-    while stack and len(seen) < _POINTWISE_LIMIT:
+    while stack and len(seen) < _SEARCH_LIMIT:
         current = stack.pop()
-        if op_name(current) in _PRODUCTS:
+        if op_name(current) in PRODUCTS:
             return True
         name = op_name(current)
-        if not name or name in ("linear", "dropout", "softmax", "embedding", "getitem"):
+        if not name or name in _ENDS:
             continue
         for source in current.all_input_nodes:
             shape = shape_of(source)
@@ -87,11 +86,11 @@ def _from_product(node: fx.Node) -> bool:
 
 def _to_product(node: fx.Node, live: set[fx.Node]) -> bool:
     stack, seen = [node], {node}
-    while stack and len(seen) < _POINTWISE_LIMIT:
+    while stack and len(seen) < _SEARCH_LIMIT:
         for user in stack.pop().users:
             if user in seen or user not in live:
                 continue
-            if op_name(user) in _PRODUCTS:
+            if op_name(user) in PRODUCTS:
                 return True
             if op_name(user) in ("dropout", "getitem", "contiguous", "mul", "view", "reshape") or (
                 is_cast(user)
@@ -163,7 +162,7 @@ def match_softmax(node: fx.Node, live: set[fx.Node]) -> Chain:
 
 
 def _check_softmax(node: fx.Node) -> fx.Node:
-    names = ("input", "dim", "_stacklevel", "dtype")
+    names: tuple[str, ...] = ("input", "dim", "_stacklevel", "dtype")
     if node.op == "call_method" or getattr(node.target, "__module__", "") != "torch.nn.functional":
         names = ("input", "dim", "dtype")
     bound = bind(node, *names)
@@ -193,14 +192,19 @@ def _forward(
             raise NotMatched(f"the attention probabilities have several users: {names}")
         user = users[0]
         name = op_name(user)
-        if name in _PRODUCTS:
-            return user, _value_operand(user, current)
+        if name in PRODUCTS:
+            return user, value_operand(user, current)
         if name == "dropout":
             _check_dropout(user)
         elif name == "getitem":
             raise NotMatched(
                 f"the probabilities are sliced by {describe(user)} (attention sinks): "
                 "not supported yet"
+            )
+        elif name in ("view", "reshape"):
+            raise NotMatched(
+                f"heads and batch are folded together by {describe(user)}: only "
+                "[batch, heads, tokens, head_dim] is supported"
             )
         elif not (is_cast(user) and user.args[0] is current) and name != "contiguous":
             raise NotMatched(f"{describe(user)} between softmax and V is not understood")
@@ -222,59 +226,6 @@ def _check_dropout(node: fx.Node) -> None:
         )
 
 
-def _value_operand(product: fx.Node, probabilities: fx.Node) -> fx.Node:
-    first, second, letters = _operands(product)
-    if first is not probabilities or second is probabilities:
-        raise NotMatched(f"the probabilities are not the left operand of {describe(product)}")
-    if letters is not None:
-        a, b, out = letters
-        # bhqk, bhkd -> bhqd
-        if (a[:2], a[:2], a[3], a[:3], b[3]) != (b[:2], out[:2], b[2], out[:3], out[3]):
-            raise NotMatched(f"einsum {letters} is not probabilities times V")
-    return second
-
-
-def _operands(product: fx.Node) -> tuple[fx.Node, fx.Node, tuple[str, str, str] | None]:
-    """The two tensors of a product, and for einsum the checked letters of its equation."""
-    name = op_name(product)
-    if name == "baddbmm":
-        raise NotMatched("baddbmm (ALiBi inside the product) is not supported yet")
-    letters = None
-    if name == "einsum":
-        if product.kwargs or not product.args or not isinstance(product.args[0], str):
-            raise NotMatched("the equation of the einsum is not a constant")
-        items: Any = product.args[1:]
-        if len(items) == 1 and isinstance(items[0], (list, tuple)):
-            items = items[0]
-        letters = _letters(product.args[0])
-    else:
-        bound = bind(product, "input", "other") or bind(product, "input", "mat2")
-        if bound is None or len(bound) != 2:
-            raise NotMatched(f"the arguments of {describe(product)} are not understood")
-        items = list(bound.values())
-    if len(items) != 2 or not all(isinstance(item, fx.Node) for item in items):
-        raise NotMatched(f"{describe(product)} is not a product of two tensors")
-    for item in (*items, product):
-        shape = shape_of(item)
-        if shape is None or len(shape) != 4:
-            rank = "unknown" if shape is None else len(shape)
-            raise NotMatched(
-                f"{describe(item)} has rank {rank}: only [batch, heads, tokens, head_dim] is "
-                "supported"
-            )
-    return items[0], items[1], letters
-
-
-def _letters(equation: str) -> tuple[str, str, str]:
-    inputs, arrow, out = equation.replace(" ", "").partition("->")
-    parts = inputs.split(",")
-    terms = (*parts, out)
-    good = arrow and len(parts) == 2 and all(len(t) == 4 and len(set(t)) == 4 for t in terms)
-    if not good or not "".join(terms).isalpha():
-        raise NotMatched(f"einsum {equation!r} is not a product of [batch, heads, tokens, dim]")
-    return parts[0], parts[1], out
-
-
 def _backward(
     source: fx.Node, interior: list[fx.Node]
 ) -> tuple[fx.Node, fx.Node, float, list[MaskTerm]]:
@@ -284,8 +235,8 @@ def _backward(
     while True:
         interior.append(current)
         name = op_name(current)
-        if name in _PRODUCTS:
-            query, keys = _key_operand(current, interior)
+        if name in PRODUCTS:
+            query, keys = key_operand(current, interior)
             return query, keys, scale, masks
         if name in ("mul", "div"):
             current, factor = _scaling(current)
@@ -360,27 +311,25 @@ def _masking(node: fx.Node) -> tuple[fx.Node, MaskTerm]:
         return scores, MaskTerm("add", mask)
     if name == "masked_fill":
         bound = bind(node, "input", "mask", "value") or {}
-        scores, mask, value, hidden_when = (
-            *(bound.get(key) for key in ("input", "mask", "value")),
-            True,
-        )
+        filled, marks, value = (bound.get(key) for key in ("input", "mask", "value"))
+        hidden_when = True
     else:
         bound = bind(node, "condition", "input", "other") or {}
-        mask, scores, value = (bound.get(key) for key in ("condition", "input", "other"))
+        marks, filled, value = (bound.get(key) for key in ("condition", "input", "other"))
         hidden_when = False
-        if not (isinstance(scores, fx.Node) and _from_product(scores)):
-            scores, value, hidden_when = value, scores, True
+        if not (isinstance(filled, fx.Node) and _from_product(filled)):
+            filled, value, hidden_when = value, filled, True
     number = _constant(value)
-    if not isinstance(scores, fx.Node) or not isinstance(mask, fx.Node) or number is None:
+    if not isinstance(filled, fx.Node) or not isinstance(marks, fx.Node) or number is None:
         raise NotMatched(f"the arguments of {describe(node)} are not understood")
-    if not _from_product(scores):
+    if not _from_product(filled):
         raise NotMatched(f"{describe(node)} does not fill the scores")
-    dtype = getattr(tensor_of(scores), "dtype", torch.float32)
+    dtype = getattr(tensor_of(filled), "dtype", torch.float32)
     if number > torch.finfo(dtype).min:
         raise NotMatched(
             f"hidden scores are set to {number}: use -inf or finfo.min, or add the mask"
         )
-    return scores, MaskTerm("fill", mask, number, hidden_when)
+    return filled, MaskTerm("fill", marks, number, hidden_when)
 
 
 def _constant(item: object) -> float | None:
@@ -394,37 +343,6 @@ def _constant(item: object) -> float | None:
         if is_cast(item):
             return _constant(item.args[0])
     return number_of(item)
-
-
-def _key_operand(product: fx.Node, interior: list[fx.Node]) -> tuple[fx.Node, fx.Node]:
-    query, other, letters = _operands(product)
-    if letters is not None:
-        a, b, out = letters
-        # bhqd, bhkd -> bhqk
-        if (a[:2], a[:2], a[3], a[2], b[2]) != (b[:2], out[:2], b[3], out[2], out[3]):
-            raise NotMatched(f"einsum {letters} is not queries times keys")
-        return query, other
-    if not _swaps_last(other):
-        raise NotMatched(
-            f"the right operand {describe(other)} of the score product is not K with its last "
-            "two axes swapped"
-        )
-    interior.append(other)
-    keys = other.args[0]
-    assert isinstance(keys, fx.Node)
-    return query, keys
-
-
-def _swaps_last(node: fx.Node) -> bool:
-    if not node.args or not isinstance(node.args[0], fx.Node):
-        return False
-    name, rest = op_name(node), node.args[1:]
-    if name == "transpose" and len(rest) == 2 and not node.kwargs:
-        return all(isinstance(d, int) for d in rest) and {d % 4 for d in rest} == {2, 3}  # type: ignore[operator]
-    if name == "permute" and not node.kwargs:
-        dims = rest[0] if len(rest) == 1 and isinstance(rest[0], (list, tuple)) else rest
-        return all(isinstance(d, int) for d in dims) and [d % 4 for d in dims] == [0, 1, 3, 2]
-    return name == "getattr" and rest == ("mT",)
 
 
 def _check_dtypes(chain: Chain) -> None:
@@ -457,14 +375,3 @@ def _check_dtypes(chain: Chain) -> None:
         wide = narrow and query.dtype != torch.float32
         sources = [item for item in current.all_input_nodes if item in chain.interior]
         current = sources[0] if sources else None
-
-
-__all__ = [
-    "Chain",
-    "MaskTerm",
-    "inserted_axes",
-    "is_softmax",
-    "looks_like_attention",
-    "match_sdpa",
-    "match_softmax",
-]

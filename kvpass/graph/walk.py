@@ -49,15 +49,19 @@ _IN_PLACE_OPERATORS = (
     *(operator.imod, operator.ipow, operator.imatmul, operator.iand, operator.ior),
     *(operator.ixor, operator.ilshift, operator.irshift, operator.setitem, operator.delitem),
 )
+# fmt: off
 _NAMES = (
-    "add sub subtract mul multiply div truediv divide true_divide matmul bmm baddbmm einsum softmax"
-    " dropout cat concat concatenate where masked_fill arange le lt ge gt eq ne less less_equal"
-    " greater greater_equal not_equal and_ bitwise_and logical_and invert inv logical_not"
-    " bitwise_not transpose swapaxes swapdims permute reshape unsqueeze flatten repeat_interleave"
-    " getitem tril triu ones zeros full empty tensor ones_like zeros_like full_like tanh clone"
-    " scaled_dot_product_attention multi_head_attention_forward linear narrow squeeze select split"
-    " chunk unflatten detach neg"
-).split()
+    "add", "sub", "subtract", "mul", "multiply", "div", "truediv", "divide", "true_divide",
+    "matmul", "bmm", "baddbmm", "einsum", "softmax", "dropout", "cat", "concat", "concatenate",
+    "where", "masked_fill", "arange", "le", "lt", "ge", "gt", "eq", "ne", "less", "less_equal",
+    "greater", "greater_equal", "not_equal", "and_", "bitwise_and", "logical_and", "invert",
+    "inv", "logical_not", "bitwise_not", "transpose", "swapaxes", "swapdims", "permute",
+    "reshape", "unsqueeze", "flatten", "repeat_interleave", "getitem", "tril", "triu", "ones",
+    "zeros", "full", "empty", "tensor", "ones_like", "zeros_like", "full_like", "tanh", "clone",
+    "scaled_dot_product_attention", "multi_head_attention_forward", "linear", "narrow", "squeeze",
+    "select", "split", "chunk", "unflatten", "detach", "neg",
+)
+# fmt: on
 
 
 def _function_names() -> dict[Any, str]:
@@ -74,11 +78,14 @@ def _function_names() -> dict[Any, str]:
 _FUNCTIONS = _function_names()
 
 # Operators whose result may share memory with their first argument.
-_VIEWS = frozenset(
-    "getitem transpose permute reshape view unsqueeze squeeze flatten expand expand_as contiguous"
-    " to float half bfloat16 double type type_as narrow select split chunk unflatten detach"
-    " view_as reshape_as movedim swapaxes t mT T bool long int getattr".split()
-)
+# fmt: off
+_VIEWS = frozenset((
+    "T", "bfloat16", "bool", "chunk", "contiguous", "detach", "double", "expand", "expand_as",
+    "flatten", "float", "getattr", "getitem", "half", "int", "long", "mT", "movedim", "narrow",
+    "permute", "reshape", "reshape_as", "select", "split", "squeeze", "swapaxes", "t", "to",
+    "transpose", "type", "type_as", "unflatten", "unsqueeze", "view", "view_as",
+))
+# fmt: on
 _SHAPE_READS = frozenset(("size", "numel", "dim", "nelement", "stride", "ndimension"))
 
 

@@ -105,6 +105,10 @@ class KVHandle(Tensor):
         dtype, device = context
         return KVHandle(inner["ticket"], outer_size, dtype, device)
 
+    def _stable_hash_for_caching(self) -> str:
+        """Key for torch's caches of compiled graphs, which do not depend on the numbers."""
+        return f"KVHandle:{self.dtype}:{self.device}"
+
     def dense(self) -> Tensor:
         """Dense copy of what the handle stands for."""
         dense: Tensor = torch.ops.kvpass.materialize(

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -242,7 +242,7 @@ def test_cache_that_is_a_file(pip: Pip, tmp_path: Path) -> None:
         model_zoo.load(NAME)
 
 
-def test_processes_at_once(wheel: Path, tmp_path: Path) -> None:
+def test_two_processes_at_once(wheel: Path, tmp_path: Path) -> None:
     code = f"""
 import model_zoo
 from model_zoo import smollm2
@@ -255,14 +255,15 @@ smollm2.convert = counted
 print(model_zoo.load("{NAME}").config.num_hidden_layers)
 """
     root = str(Path(model_zoo.__file__).parents[1])
-    environment = {**os.environ, smollm2.SOURCE_VARIABLE: str(wheel), "PYTHONPATH": root}
+    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    environment[smollm2.SOURCE_VARIABLE] = str(wheel)
     command = [sys.executable, "-c", code]
     running = [
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-        for _ in range(3)
+        for _ in range(2)
     ]
     words = " ".join(process.communicate(timeout=120)[0] for process in running).split()
-    assert sorted(words) == ["2", "2", "2", "made"]
+    assert sorted(words) == ["2", "2", "made"]
     assert left_in(tmp_path / "cache") == {NAME}
 
 
@@ -278,9 +279,12 @@ def test_cache_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def real() -> model_zoo.LoadedModel:
+def real() -> Iterator[model_zoo.LoadedModel]:
     """The real checkpoint, from the user's cache."""
-    return model_zoo.load(NAME)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # one-token steps wait for each other's threads on a busy machine
+    yield model_zoo.load(NAME)
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.checkpoint
@@ -289,8 +293,9 @@ def test_real_model_equals_transformers(real: model_zoo.LoadedModel) -> None:
     ids = torch.tensor([real.tokenizer.encode(text)[:300]])
     assert ids.shape == (1, 300)
     reference = LlamaForCausalLM.from_pretrained(real.path, dtype=torch.float32).eval()
+    cache = model_zoo.DenseCache()
     with torch.no_grad():
-        difference = real.decoder(ids) - reference(ids).logits
+        difference = real.decoder(ids[:, :299], cache) - reference(ids[:, :299]).logits
     assert difference.abs().max() < 1e-4
     expected = reference.generate(
         ids,
@@ -299,7 +304,7 @@ def test_real_model_equals_transformers(real: model_zoo.LoadedModel) -> None:
         min_new_tokens=16,
         do_sample=False,
     )
-    out = model_zoo.greedy(real.decoder, ids, model_zoo.DenseCache(), 16, prefill_chunk=128)
+    out = model_zoo.greedy(real.decoder, ids[:, 299:], cache, 16)
     assert torch.equal(out, expected[:, 300:])
 
 

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvpass generate``: text from a checkpoint with a tiered KV cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def command(
+    model: Annotated[str, typer.Option(help="smollm2-135m, or a Hugging Face folder (Llama).")],
+    prompt: Annotated[str | None, typer.Option(help="The prompt.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="A UTF-8 text file that holds the prompt.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")
+    ] = False,
+    hot: Annotated[str, typer.Option(help="Size of the hot tier, e.g. 64MiB, or auto.")] = "auto",
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.", min=1)] = 128,
+    inner: Annotated[
+        str, typer.Option(help="Inner compiler: auto, inductor, aot_eager or eager.")
+    ] = "auto",
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Generate again without kvpass and compare.")
+    ] = False,
+) -> None:
+    """Generate greedily and print the text."""
+    import sys
+
+    import torch
+
+    import kvpass
+    import model_zoo
+    from kvpass.cli import running
+    from kvpass.config import Config
+    from kvpass.errors import ConfigError
+
+    if (prompt is None) == (prompt_file is None):
+        raise ConfigError("give one of --prompt and --prompt-file")
+    Config.load(inner=inner, hot=hot)
+    if prompt_file is not None:
+        try:
+            prompt = prompt_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--prompt-file {prompt_file}: {error}") from error
+    assert prompt is not None
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    loaded = model_zoo.load(model, device=device)
+    tokenizer = loaded.tokenizer
+    ids = (
+        tokenizer.encode(tokenizer.apply_chat(prompt), add_bos=False)
+        if chat
+        else tokenizer.encode(prompt)
+    )
+    if not ids:
+        raise ConfigError("the prompt has no tokens: give some text")
+    limit = loaded.config.max_position_embeddings
+    if len(ids) + max_new_tokens > limit:
+        raise ConfigError(
+            f"{len(ids)} prompt tokens + {max_new_tokens} new > {limit} positions of the model: "
+            "shorten the prompt or lower --max-new-tokens"
+        )
+    tokens = torch.tensor([ids], device=device)
+    stop = frozenset(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
+    cache = kvpass.TieredCache(loaded.config, len(ids) + max_new_tokens, hot=hot)
+    decoder: Any = running.compiled(loaded.decoder, inner)
+    with running.progress("tokens", max_new_tokens) as advance:
+        run = running.decode(
+            running.own_step(decoder, cache), tokens, max_new_tokens, stop=stop, on_token=advance
+        )
+    typer.echo(tokenizer.decode(run.tokens))
+    snapshot = cache.snapshot()
+    assert snapshot is not None
+    share = snapshot.cold_only_bytes / max(snapshot.kv_bytes, 1)
+    typer.echo(
+        f"[{len(run.tokens)} tokens, {run.tokens_a_second:.1f} tokens/s, {share:.0%} of the KV "
+        "cache outside the hot tier]",
+        file=sys.stderr,
+    )
+    if verify:
+        with running.progress("verify", max_new_tokens) as advance:
+            reference = running.decode(
+                running.own_step(loaded.decoder, model_zoo.DenseCache()),
+                tokens,
+                max_new_tokens,
+                stop=stop,
+                on_token=advance,
+            )
+        same = run.tokens == reference.tokens
+        typer.echo(f"tokens identical: {'yes' if same else 'no'}", file=sys.stderr)
+        if not same:
+            raise typer.Exit(1)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Abstract values of mask expressions: indices along an axis, and where a tensor is nonzero.
+
+Axes are counted from the right (-1 = last), as broadcasting does, so that it moves none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from kvpass.graph.walk import Size, same
+
+
+@dataclass(frozen=True)
+class Index:
+    """Integer tensor whose value is the position along ``axis`` plus ``offset``."""
+
+    axis: int | None
+    offset: Size
+    extent: Size
+
+
+@dataclass(frozen=True)
+class Const:
+    """Tensor with one value everywhere."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Visible where key position j <= query position i + ``shift``."""
+
+    k_axis: int
+    q_axis: int | None
+    shift: Size
+    k_extent: Size
+    q_extent: Size
+
+
+@dataclass(frozen=True)
+class Pad:
+    """Visible where ``node``[b, j], a bool tensor [B, keys]."""
+
+    node: fx.Node
+    b_axis: int
+    k_axis: int
+    b_extent: Size
+    k_extent: Size
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Tensor that is nonzero exactly where all bounds and paddings allow (or not, if negated)."""
+
+    bounds: tuple[Bound, ...] = ()
+    pads: tuple[Pad, ...] = ()
+    negated: bool = False
+
+
+@dataclass(frozen=True)
+class Bias:
+    """Float tensor that is 0 where ``keep`` holds and ``hidden`` elsewhere."""
+
+    keep: Keep
+    hidden: float
+
+
+Value = Index | Const | Keep | Bias
+
+
+def below(small: Index, large: Index, negated: bool) -> Keep | None:
+    """Where ``small <= large`` if one is the key index (axis -1 side) and the other is not.
+
+    With the key index on the large side the comparison is turned: i <= j is not (j <= i - 1).
+    """
+    if small.axis is None and large.axis is None:
+        return None
+    if small.axis is not None and (large.axis is None or small.axis > large.axis):
+        shift = large.offset - small.offset
+        bound = Bound(small.axis, large.axis, shift, small.extent, large.extent)
+        return Keep(bounds=(bound,), negated=negated)
+    if large.axis is not None and (small.axis is None or large.axis > small.axis):
+        # small + i <= large + j  <=>  not (j <= i + small - large - 1)
+        shift = small.offset - large.offset - 1
+        bound = Bound(large.axis, small.axis, shift, large.extent, small.extent)
+        return Keep(bounds=(bound,), negated=not negated)
+    return None
+
+
+def move(
+    value: Value, before: Sequence[Size], after: Sequence[Size], axes: Sequence[int | None]
+) -> Value | None:
+    """The value of a tensor of shape ``after`` whose axis i is axis ``axes[i]`` of ``before``.
+
+    None in ``axes`` is an inserted axis. An axis may have been cut to its first entries.
+    """
+    place: dict[int, int] = {}
+    size: dict[int, Size] = {}
+    for position, axis in enumerate(axes):
+        if axis is not None:
+            place[axis - len(before)] = position - len(axes)
+            size[axis - len(before)] = after[position]
+
+    def extent(axis: int, old: Size) -> Size:
+        if same(size[axis], before[axis]):
+            return old
+        # A cut of an axis that was broadcast cannot be told from one that was not: give up.
+        return size[axis] if same(old, before[axis]) else -1
+
+    if isinstance(value, Const):
+        return value
+    if isinstance(value, Index):
+        if value.axis is None:
+            return value
+        if value.axis not in place:
+            return None
+        return replace(value, axis=place[value.axis], extent=extent(value.axis, value.extent))
+    keep = value.keep if isinstance(value, Bias) else value
+    used = [bound.k_axis for bound in keep.bounds] + [pad.k_axis for pad in keep.pads]
+    used += [bound.q_axis for bound in keep.bounds if bound.q_axis is not None]
+    used += [pad.b_axis for pad in keep.pads]
+    if any(axis not in place for axis in used):
+        return None
+    bounds = tuple(_move_bound(bound, place, extent) for bound in keep.bounds)
+    pads = tuple(
+        replace(
+            pad,
+            b_axis=place[pad.b_axis],
+            k_axis=place[pad.k_axis],
+            b_extent=extent(pad.b_axis, pad.b_extent),
+            k_extent=extent(pad.k_axis, pad.k_extent),
+        )
+        for pad in keep.pads
+    )
+    moved = replace(keep, bounds=bounds, pads=pads)
+    return replace(value, keep=moved) if isinstance(value, Bias) else moved
+
+
+def _move_bound(bound: Bound, place: dict[int, int], extent: Callable[[int, Size], Size]) -> Bound:
+    moved = replace(
+        bound, k_axis=place[bound.k_axis], k_extent=extent(bound.k_axis, bound.k_extent)
+    )
+    if bound.q_axis is None:
+        return moved
+    return replace(moved, q_axis=place[bound.q_axis], q_extent=extent(bound.q_axis, bound.q_extent))

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Unmodified transformers models with a DynamicCache, through ``model.compile`` and ``generate``.
+
+Tiny models with random weights. Every graph of a run is checked: prefill, the first decode step
+(static lengths) and the later ones (symbols).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from kvpass.graph.site import AttentionSite
+from tests.graph.recorder import Recorder
+
+COMMON = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
+WINDOW = {**COMMON, "sliding_window": 8, "num_hidden_layers": 2}
+GPT2 = {"vocab_size": 64, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
+OPT = {
+    **{"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"ffn_dim": 48, "word_embed_proj_dim": 64, "max_position_embeddings": 64},
+}
+FALCON = {
+    **{"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4},
+    **{"multi_query": True, "alibi": False},
+}
+T5 = {
+    **{"vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 48, "num_heads": 4},
+    **{"num_layers": 1, "num_decoder_layers": 1, "decoder_start_token_id": 0},
+}
+
+
+def record(
+    family: str,
+    config: dict[str, Any],
+    attention: str,
+    padded: bool = False,
+    dynamic: bool | None = None,
+    tokens: int = 4,
+) -> Recorder:
+    """Generate ``tokens`` tokens with a compiled model and return what the backend saw."""
+    torch.manual_seed(0)
+    settings = getattr(transformers, f"{family}Config")(**config)
+    kind = AutoModelForSeq2SeqLM if family == "T5" else AutoModelForCausalLM
+    model = kind.from_config(settings, attn_implementation=attention).eval()
+    recorder = Recorder()
+    model.compile(backend=recorder, dynamic=dynamic)
+    ids = torch.randint(3, 64, (2, 6))
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, :2] = 0
+    model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    assert not recorder.mutated, "find_sites changed a graph"
+    assert len(recorder.found) >= 2, "prefill and decode must both have been compiled"
+    return recorder
+
+
+def sites(recorder: Recorder, per_graph: int, refusals: int = 0) -> list[AttentionSite]:
+    """All sites, after checking their number and that of the refusals in every graph."""
+    reasons = [refusal.reason for found in recorder.found for refusal in found.refusals]
+    assert set(recorder.summary) == {(per_graph, refusals)}, reasons
+    return [site for found in recorder.found for site in found.sites]
+
+
+def check_past(recorder: Recorder) -> None:
+    """The first prefill starts from an empty cache, each later graph from inputs."""
+    for number, found in enumerate(recorder.found):
+        for site in found.sites:
+            source = site.source
+            assert source.form == "functional"
+            assert (source.past_k is None) == (source.past_v is None) == (number == 0)
+            if source.past_k is not None and source.past_v is not None:
+                assert "keys" in source.past_k.name and "values" in source.past_v.name
+
+
+SDPA = {
+    "Llama": ({**COMMON, "num_hidden_layers": 2}, 2, "model.layers.{}.self_attn", 0.25),
+    "Qwen2": ({**COMMON, "num_hidden_layers": 1}, 1, "model.layers.{}.self_attn", 0.25),
+    "Qwen3": ({**COMMON, "num_hidden_layers": 1}, 1, "model.layers.{}.self_attn", 0.25),
+    "GPT2": (GPT2, 2, "transformer.h.{}.attn", 0.25),
+    "GPTNeoX": ({**COMMON, "num_hidden_layers": 1}, 1, "gpt_neox.layers.{}.attention", 0.25),
+    "Phi": ({**COMMON, "num_hidden_layers": 1}, 1, "model.layers.{}.self_attn", 0.25),
+    "OPT": (OPT, 2, "model.decoder.layers.{}.self_attn", 1.0),
+    "Falcon": (FALCON, 1, "transformer.h.{}.self_attention", 0.25),
+}
+
+
+@pytest.mark.parametrize("family", SDPA)
+def test_sdpa_sites(family: str) -> None:
+    config, layers, path, scale = SDPA[family]
+    recorder = record(family, config, "sdpa", padded=family in ("Llama", "OPT"))
+    check_past(recorder)
+    found = sites(recorder, layers)
+    assert [site.module for site in found[:layers]] == [path.format(i) for i in range(layers)]
+    for site in found:
+        assert site.scale == pytest.approx(scale, rel=1e-6)
+        assert site.mask.describe() == "causal and padding"
+        padding = site.mask.kv_mask
+        assert padding is not None
+        value = padding.meta["example_value"]
+        assert value.dtype == torch.bool and value.dim() == 2 and value.shape[0] == 2
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_sdpa_sites_of_dynamic_graphs(family: str) -> None:
+    recorder = record(family, {**COMMON, "num_hidden_layers": 2}, "sdpa", dynamic=True)
+    check_past(recorder)
+    found = sites(recorder, 2)
+    assert {site.scale for site in found} == {0.25}
+    assert {site.mask.describe() for site in found} == {"causal and padding"}
+    lengths = [site.source.keys.meta["example_value"].shape[2] for site in found]
+    assert all(isinstance(length, torch.SymInt) for length in lengths)
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT2", "Phi"])
+def test_eager_sites_with_padding_keep_the_float_mask(family: str) -> None:
+    config = SDPA[family][0]
+    recorder = record(family, config, "eager", padded=True)
+    check_past(recorder)
+    for site in sites(recorder, SDPA[family][1]):
+        assert site.anchor is not site.output and site.anchor in site.interior
+        assert site.mask.operand is not None and not site.mask.causal
+        assert site.mask.operand.meta["example_value"].dtype == torch.float32
+
+
+def test_eager_prefill_without_padding_mask_is_causal() -> None:
+    settings = transformers.GPT2Config(**GPT2)
+    model = AutoModelForCausalLM.from_config(settings, attn_implementation="eager").eval()
+    recorder = Recorder()
+    with torch.no_grad():
+        torch.compile(model, backend=recorder)(torch.randint(3, 64, (2, 6)), use_cache=True)
+    assert recorder.summary == [(2, 0)]
+    assert {site.mask.describe() for site in recorder.found[0].sites} == {"causal"}
+
+
+def test_output_attentions_are_refused() -> None:
+    settings = transformers.LlamaConfig(**COMMON, num_hidden_layers=1)
+    model = AutoModelForCausalLM.from_config(settings, attn_implementation="eager").eval()
+    recorder = Recorder()
+    with torch.no_grad():
+        torch.compile(model, backend=recorder)(
+            torch.randint(3, 64, (2, 6)), use_cache=True, output_attentions=True
+        )
+    reasons = [refusal.reason for found in recorder.found for refusal in found.refusals]
+    assert len(reasons) == 1 and "output_attentions=False" in reasons[0]
+    assert not any(found.sites for found in recorder.found)
+
+
+def test_sliding_layers_are_refused_and_named() -> None:
+    recorder = record("Mistral", WINDOW, "sdpa", tokens=5)
+    sites(recorder, 0, refusals=2)
+    for found in recorder.found:
+        assert [refusal.module for refusal in found.refusals] == [
+            "model.layers.0.self_attn",
+            "model.layers.1.self_attn",
+        ]
+        assert all("sliding window" in refusal.reason for refusal in found.refusals)
+
+
+def test_gemma2_sdpa_takes_its_full_layer_only() -> None:
+    recorder = record("Gemma2", {**WINDOW, "query_pre_attn_scalar": 64}, "sdpa", tokens=5)
+    for site in sites(recorder, 1, refusals=1):
+        assert site.module == "model.layers.1.self_attn"
+        assert site.scale == 0.125 and site.mask.describe() == "causal and padding"
+
+
+def test_gemma2_eager_is_refused_for_its_softcap() -> None:
+    recorder = record("Gemma2", WINDOW, "eager", tokens=2)
+    sites(recorder, 0, refusals=2)
+    for found in recorder.found:
+        assert all("soft-capped" in refusal.reason for refusal in found.refusals)
+
+
+def test_gpt_oss_is_refused_for_its_sinks_and_its_router_is_ignored() -> None:
+    config = {**WINDOW, "num_local_experts": 2, "num_experts_per_tok": 1}
+    recorder = record("GptOss", config, "eager", tokens=2)
+    sites(recorder, 0, refusals=2)
+    for found in recorder.found:
+        assert all("sinks" in refusal.reason for refusal in found.refusals)
+
+
+def test_deepseek_is_refused_for_its_latents() -> None:
+    config = {
+        **{"vocab_size": 64, "hidden_size": 64, "intermediate_size": 48},
+        **{"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4},
+        **{"first_k_dense_replace": 1, "kv_lora_rank": 32, "q_lora_rank": 32},
+        **{"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16},
+        **{"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1},
+    }
+    recorder = record("DeepseekV3", config, "sdpa", tokens=2)
+    sites(recorder, 0, refusals=1)
+    for found in recorder.found:
+        assert "latent attention" in found.refusals[0].reason
+
+
+def test_t5_decoder_takes_self_attention_only() -> None:
+    recorder = record("T5", T5, "sdpa", tokens=3)
+    for site in sites(recorder, 1, refusals=1):
+        assert "SelfAttention" in site.module and site.scale == 1.0
+        assert site.mask.operand is not None and not site.mask.causal
+    for found in recorder.found:
+        assert "EncDecAttention" in found.refusals[0].module
+        assert "cross attention" in found.refusals[0].reason
+
+
+def test_static_cache_is_refused() -> None:
+    settings = transformers.LlamaConfig(**COMMON, num_hidden_layers=1)
+    model = AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa").eval()
+    recorder = Recorder()
+    model.compile(backend=recorder)
+    ids = torch.randint(3, 64, (2, 6))
+    model.generate(ids, max_new_tokens=3, cache_implementation="static", do_sample=False)
+    assert not any(found.sites for found in recorder.found)
+    reasons = [refusal.reason for found in recorder.found for refusal in found.refusals]
+    assert reasons and all("static buffer" in reason for reason in reasons)
