@@ -104,6 +104,7 @@ def _attend_cuda(
             kv_mask=kv_mask,
             bias=bias,
             row_heat=tables.heat,
+            max_blocks=tables.max_blocks,
         )
         return out.transpose(1, 2).contiguous().transpose(1, 2)
     out = triton_ops.attend_extend(

@@ -259,10 +259,10 @@ def check_new(source: CacheSource, query: fx.Node) -> None:
 
 # fmt: off
 _REARRANGING = frozenset((
-    "add", "bfloat16", "cat", "chunk", "contiguous", "double", "expand", "flatten", "float", "getitem",
-    "half", "index_select", "mul", "narrow", "neg", "permute", "repeat", "repeat_interleave",
-    "reshape", "roll", "select", "split", "squeeze", "to", "transpose", "type", "type_as",
-    "unflatten", "unsqueeze", "view",
+    "add", "bfloat16", "cat", "chunk", "contiguous", "double", "expand", "flatten", "float",
+    "getitem", "half", "index_select", "mul", "narrow", "neg", "permute", "repeat",
+    "repeat_interleave", "reshape", "roll", "select", "split", "squeeze", "to", "transpose", "type",
+    "type_as", "unflatten", "unsqueeze", "view",
 ))
 # fmt: on
 

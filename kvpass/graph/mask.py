@@ -22,6 +22,7 @@ from kvpass.graph.walk import (
     bind,
     inserted_axes,
     is_cast,
+    is_written,
     number_of,
     op_name,
     proven,
@@ -92,6 +93,8 @@ class MaskReader:
         return Reading(causal, next(iter(nodes), None), hidden)
 
     def _evaluate(self, node: fx.Node) -> Value | None:
+        if is_written(node):
+            return None
         handler = _HANDLERS.get(op_name(node))
         value = handler(self, node) if handler is not None else None
         if value is None and is_cast(node) and isinstance(node.args[0], fx.Node):

@@ -15,6 +15,7 @@ from kvpass.graph.walk import (
     bind,
     describe,
     is_cast,
+    is_written,
     number_of,
     op_name,
     shape_of,
@@ -334,7 +335,7 @@ def _masking(node: fx.Node) -> tuple[fx.Node, MaskTerm]:
 
 def _constant(item: object) -> float | None:
     """A number, or a tensor made of one number in the graph."""
-    if isinstance(item, fx.Node):
+    if isinstance(item, fx.Node) and not is_written(item):
         name = op_name(item)
         if name == "tensor" and len(item.args) == 1:
             return number_of(item.args[0])

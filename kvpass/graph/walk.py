@@ -245,17 +245,11 @@ def mutates(node: fx.Node) -> list[fx.Node]:
         if first is not None and name in ("__setitem__", "__iadd__", "__imul__"):
             written.append(first)
     elif node.op == "call_function":
-        if isinstance(node.target, torch._ops.OpOverload):
-            for position, argument in enumerate(node.target._schema.arguments):
-                if argument.alias_info is None or not argument.alias_info.is_write:
-                    continue
-                given = node.kwargs.get(argument.name)
-                if position < len(node.args):
-                    given = node.args[position]
-                found: list[fx.Node] = []
-                fx.map_arg(given, found.append)
-                written.extend(found)
-            return written
+        if isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            return written + _schema_writes(node)
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            # Only a user's Triton kernel writes to its arguments.
+            return list(node.all_input_nodes) if "triton" in str(node.target) else []
         name = getattr(node.target, "__name__", "")
         in_place = any(node.target is op for op in _IN_PLACE_OPERATORS)
         if node.kwargs.get("inplace") is True or (name.endswith("_") and not _is_operator(node)):
@@ -263,6 +257,22 @@ def mutates(node: fx.Node) -> list[fx.Node]:
         if first is not None and in_place:
             written.append(first)
     return written
+
+
+def _schema_writes(node: fx.Node) -> list[fx.Node]:
+    """Arguments that the schema of an operator, or of any overload it may stand for, writes to."""
+    target = node.target
+    overloads = [target] if isinstance(target, torch._ops.OpOverload) else []
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        overloads = [getattr(target, name) for name in target.overloads()]
+    found: list[fx.Node] = []
+    for overload in overloads:
+        for position, argument in enumerate(overload._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            given = node.kwargs.get(argument.name)
+            fx.map_arg(node.args[position] if position < len(node.args) else given, found.append)
+    return found
 
 
 def _is_operator(node: fx.Node) -> bool:
@@ -306,6 +316,12 @@ def aliases(node: fx.Node) -> set[fx.Node]:
                 found.add(user)
                 stack.append(user)
     return found
+
+
+def is_written(node: fx.Node) -> bool:
+    """Whether any call writes to the memory of a node, at whatever time."""
+    family = aliases(node)
+    return any(arg in family for item in family for user in item.users for arg in mutates(user))
 
 
 def written_between(

@@ -171,6 +171,7 @@ class Batch:
                 self.heat = torch.from_numpy(heat).to(self.device)
             index = self._row_index.flatten()
             offsets = torch.arange(self.layers * self.size, device=self.device) * wanted
+            self.tables.max_blocks = max(self.tables.max_blocks, wanted)
             self.tables.base[index] = self.device_words.data_ptr() + offsets * 8
             self.tables.heat[index] = self.heat.data_ptr() + offsets * 4
         self._staging.clear()

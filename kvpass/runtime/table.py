@@ -21,6 +21,7 @@ class RowTables:
             the encoding in the low 4 bits).
         length: int32 ``[rows]``, tokens stored before the current step.
         heat: int64 ``[rows]``, address of the row's int32 access counters, or 0.
+        max_blocks: words of the longest table so far; bounds workspaces without a device read.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,6 +29,7 @@ class RowTables:
         self.base = torch.zeros(MAX_ROWS, dtype=torch.int64, device=device)
         self.length = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
         self.heat = torch.zeros(MAX_ROWS, dtype=torch.int64, device=device)
+        self.max_blocks = 1
         self._free = list(reversed(range(MAX_ROWS)))
         self._lock = threading.Lock()
 

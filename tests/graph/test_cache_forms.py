@@ -348,6 +348,24 @@ def test_write_to_an_input_before_the_output_is_refused() -> None:
     refused(find(step, Q.clone(), K.clone(), V, PK, PV), "writes in place")
 
 
+def test_write_by_a_custom_operator_is_seen() -> None:
+    def bump(x: Tensor) -> None:
+        x.add_(1.0)
+
+    with torch.library._scoped_library("kvpass_test", "FRAGMENT") as library:
+        library.define("bump(Tensor(a!) x) -> ()")
+        library.impl("bump", bump, "CPU")
+        library.impl("bump", lambda x: None, "Meta")
+
+        def step(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> tuple[Tensor, ...]:
+            keys, values = torch.cat([pk, k], dim=2), torch.cat([pv, v], dim=2)
+            scores = q @ keys.repeat_interleave(2, 1).mT
+            torch.ops.kvpass_test.bump(k)
+            return F.softmax(scores, dim=-1) @ values.repeat_interleave(2, 1), keys, values
+
+        refused(find(step, Q, K.clone(), V, PK, PV), "writes in place")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

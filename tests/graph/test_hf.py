@@ -48,7 +48,7 @@ def record(
     attention: str,
     padded: bool = False,
     dynamic: bool | None = None,
-    tokens: int = 4,
+    tokens: int = 3,
 ) -> Recorder:
     """Generate ``tokens`` tokens with a compiled model and return what the backend saw."""
     torch.manual_seed(0)

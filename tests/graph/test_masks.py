@@ -153,6 +153,35 @@ def test_what_cannot_be_read_stays_an_operand(name: str) -> None:
     assert site.mask.operand is site.anchor.kwargs["attn_mask"]
 
 
+def _set_column(pad: Tensor, q: Tensor) -> Tensor:
+    mask = torch.ones(N, S, dtype=torch.bool).tril(P)
+    mask[:, 0] = False
+    return mask
+
+
+def _write_through_view(pad: Tensor, q: Tensor) -> Tensor:
+    mask = columns() <= rows()
+    mask[1:].logical_or_(mask[:1])
+    return mask[None, None]
+
+
+def _write_index(pad: Tensor, q: Tensor) -> Tensor:
+    index = torch.arange(N)
+    index.add_(1)
+    return columns() <= index[:, None] + P
+
+
+@pytest.mark.parametrize("make", [_set_column, _write_through_view, _write_index])
+def test_a_mask_that_is_written_to_is_never_read(make: Make) -> None:
+    """Its expression is causal, its content is not: an operand or a refusal, never "causal"."""
+    found = sdpa(make)
+    assert len(found.sites) + len(found.refusals) == 1
+    for site in found.sites:
+        assert not site.mask.causal and site.mask.operand is not None
+    for refusal in found.refusals:
+        assert "writes in place" in refusal.reason
+
+
 PADDING: dict[str, Make] = {
     "gather": lambda pad, q: gather(pad).expand(B, 1, N, S),
     "indexed": lambda pad, q: pad[:, None, None, :],
