@@ -18,6 +18,10 @@ from kvpass.runtime.geometry import PAGE_SIZE
 QUERY_TILE = 256
 """Queries scored at a time in extend; bounds the score tile to heads x 256 x block_size floats."""
 
+UNDERFLOW = 2.0**-100
+"""Weights below this, relative to the largest, count as zero: far under the precision of the sum,
+and products of denormals would be 25 times slower."""
+
 
 def append(batch: Batch, layer: int, k: Tensor, v: Tensor) -> None:
     """Write new keys and values at the end of every sequence.
@@ -165,7 +169,7 @@ def _decode(
         flat[..., :total].masked_fill_(~mask[:total], float("-inf"))
     top = flat.amax(-1, keepdim=True)
     top = torch.where(top == float("-inf"), 0.0, top)
-    weights = (flat - top).exp_()
+    weights = F.threshold_((flat - top).exp_(), UNDERFLOW, 0.0)
     norm = weights.sum(-1, keepdim=True)
     weights = weights / torch.where(norm == 0, 1.0, norm)
     _count_accesses(batch, layer, sequence, weights, count, size)
@@ -314,7 +318,7 @@ class _Tile:
             per_head.masked_fill_(~visible, float("-inf"))
         top = torch.maximum(self.top, scores.amax(-1, keepdim=True))
         safe = torch.where(top == float("-inf"), 0.0, top)
-        weights = (scores - safe).exp_()
+        weights = F.threshold_((scores - safe).exp_(), UNDERFLOW, 0.0)
         decay = (self.top - safe).exp_()
         self.norm = self.norm * decay + weights.sum(-1, keepdim=True)
         self.sum = self.sum * decay + torch.bmm(weights, v.float())

@@ -80,10 +80,12 @@ def decode_config(
     q_dtype: torch.dtype, kv_dtype: torch.dtype, dk: int, dv: int, group: int
 ) -> DecodeConfig:
     """Tile of a decode launch: what fits the shared memory of two programs an SM."""
-    del group
     if q_dtype != kv_dtype or q_dtype == torch.float32:
         # fp32 products run on the plain units: 8 warps hold the operands with far fewer spills
         return DecodeConfig(block_n=32, num_warps=8, num_stages=2)
+    if group == 1 and _tile_bytes(128, dk, dv, kv_dtype.itemsize) <= 64 * 1024:
+        # H200, (4, 40, 40, 8192): 3,930 GB/s against 3,476 with tiles of 64; cuDNN 3,907
+        return DecodeConfig(block_n=128, num_stages=2)
     for block_n in (64, 32):
         for stages in (3, 2):
             if stages * _tile_bytes(block_n, dk, dv, kv_dtype.itemsize) <= _STAGE_BYTES:

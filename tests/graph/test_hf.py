@@ -27,9 +27,9 @@ COMMON = {
     "max_position_embeddings": 64,
 }
 WINDOW = {**COMMON, "sliding_window": 8, "num_hidden_layers": 2}
-GPT2 = {"vocab_size": 64, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
+GPT2 = {"vocab_size": 64, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 64}
 OPT = {
-    **{"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4},
     **{"ffn_dim": 48, "word_embed_proj_dim": 64, "max_position_embeddings": 64},
 }
 FALCON = {
@@ -96,10 +96,10 @@ SDPA = {
     "Llama": ({**COMMON, "num_hidden_layers": 2}, 2, "model.layers.{}.self_attn", 0.25),
     "Qwen2": ({**COMMON, "num_hidden_layers": 1}, 1, "model.layers.{}.self_attn", 0.25),
     "Qwen3": ({**COMMON, "num_hidden_layers": 1}, 1, "model.layers.{}.self_attn", 0.25),
-    "GPT2": (GPT2, 2, "transformer.h.{}.attn", 0.25),
+    "GPT2": (GPT2, 1, "transformer.h.{}.attn", 0.25),
     "GPTNeoX": ({**COMMON, "num_hidden_layers": 1}, 1, "gpt_neox.layers.{}.attention", 0.25),
     "Phi": ({**COMMON, "num_hidden_layers": 1}, 1, "model.layers.{}.self_attn", 0.25),
-    "OPT": (OPT, 2, "model.decoder.layers.{}.self_attn", 1.0),
+    "OPT": (OPT, 1, "model.decoder.layers.{}.self_attn", 1.0),
     "Falcon": (FALCON, 1, "transformer.h.{}.self_attention", 0.25),
 }
 
@@ -120,9 +120,8 @@ def test_sdpa_sites(family: str) -> None:
         assert value.dtype == torch.bool and value.dim() == 2 and value.shape[0] == 2
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
-def test_sdpa_sites_of_dynamic_graphs(family: str) -> None:
-    recorder = record(family, {**COMMON, "num_hidden_layers": 2}, "sdpa", dynamic=True)
+def test_sdpa_sites_of_dynamic_graphs() -> None:
+    recorder = record("Llama", {**COMMON, "num_hidden_layers": 2}, "sdpa", dynamic=True)
     check_past(recorder)
     found = sites(recorder, 2)
     assert {site.scale for site in found} == {0.25}
@@ -131,7 +130,7 @@ def test_sdpa_sites_of_dynamic_graphs(family: str) -> None:
     assert all(isinstance(length, torch.SymInt) for length in lengths)
 
 
-@pytest.mark.parametrize("family", ["Llama", "GPT2", "Phi"])
+@pytest.mark.parametrize("family", ["Llama", "GPT2"])
 def test_eager_sites_with_padding_keep_the_float_mask(family: str) -> None:
     config = SDPA[family][0]
     recorder = record(family, config, "eager", padded=True)
@@ -148,7 +147,7 @@ def test_eager_prefill_without_padding_mask_is_causal() -> None:
     recorder = Recorder()
     with torch.no_grad():
         torch.compile(model, backend=recorder)(torch.randint(3, 64, (2, 6)), use_cache=True)
-    assert recorder.summary == [(2, 0)]
+    assert recorder.summary == [(1, 0)]
     assert {site.mask.describe() for site in recorder.found[0].sites} == {"causal"}
 
 
@@ -166,7 +165,7 @@ def test_output_attentions_are_refused() -> None:
 
 
 def test_sliding_layers_are_refused_and_named() -> None:
-    recorder = record("Mistral", WINDOW, "sdpa", tokens=5)
+    recorder = record("Mistral", WINDOW, "sdpa", tokens=2)
     sites(recorder, 0, refusals=2)
     for found in recorder.found:
         assert [refusal.module for refusal in found.refusals] == [
@@ -177,7 +176,7 @@ def test_sliding_layers_are_refused_and_named() -> None:
 
 
 def test_gemma2_sdpa_takes_its_full_layer_only() -> None:
-    recorder = record("Gemma2", {**WINDOW, "query_pre_attn_scalar": 64}, "sdpa", tokens=5)
+    recorder = record("Gemma2", {**WINDOW, "query_pre_attn_scalar": 64}, "sdpa")
     for site in sites(recorder, 1, refusals=1):
         assert site.module == "model.layers.1.self_attn"
         assert site.scale == 0.125 and site.mask.describe() == "causal and padding"
@@ -213,7 +212,7 @@ def test_deepseek_is_refused_for_its_latents() -> None:
 
 
 def test_t5_decoder_takes_self_attention_only() -> None:
-    recorder = record("T5", T5, "sdpa", tokens=3)
+    recorder = record("T5", T5, "sdpa", tokens=2)
     for site in sites(recorder, 1, refusals=1):
         assert "SelfAttention" in site.module and site.scale == 1.0
         assert site.mask.operand is not None and not site.mask.causal

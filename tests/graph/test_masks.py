@@ -135,6 +135,9 @@ OPERAND: dict[str, Make] = {
     "stride": lambda pad, q: torch.arange(0, 2 * S, 2)[None] <= rows(),
     "one row": lambda pad, q: (columns() <= rows())[:1],
     "last row of fewer": lambda pad, q: (columns() <= torch.arange(1)[:, None] + P).expand(N, S),
+    "cut of a broadcast row": lambda pad, q: (columns() <= torch.arange(1)[:, None] + P).expand(
+        N + 2, S
+    )[:N],
     "data": lambda pad, q: columns() <= rows() + pad.sum(),
     "opaque": lambda pad, q: pad[:, None, None, :] | (q[:, :1, :, :8] > 0),
     "padding twice": lambda pad, q: pad[:, None, None] & pad.roll(1)[:, None, None],
@@ -226,6 +229,22 @@ def test_padding_of_another_batch_size_is_not_read(size: int) -> None:
     make: Make = lambda pad, q: pad[:1, None, None, :]  # noqa: E731
     site = only(sdpa(make, pad))
     assert site.mask.kv_mask is None and site.mask.operand is not None
+
+
+@pytest.mark.parametrize("axis", ["batch", "heads", "queries"])
+def test_padding_rows_must_be_the_batch(axis: str) -> None:
+    """Batch, heads and queries are all four here, so only the axis tells them apart."""
+
+    def cached(x: Tensor, pk: Tensor, pv: Tensor, pad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        keys, values = torch.cat([pk, x], dim=2), torch.cat([pv, x], dim=2)
+        views = {"batch": pad[:, None, None], "heads": pad[None, :, None], "queries": pad}
+        out = F.scaled_dot_product_attention(x, keys, values, attn_mask=views[axis])
+        return out, keys, values
+
+    x, past = torch.randn(4, 4, 4, 16), torch.randn(4, 4, 4, 16)
+    mask = only(find(cached, x, past, past.clone(), torch.ones(4, 8, dtype=torch.bool))).mask
+    assert (mask.kv_mask is not None) is (axis == "batch")
+    assert (mask.operand is None) is (axis == "batch")
 
 
 def test_is_causal_over_a_cache_is_refused() -> None:
