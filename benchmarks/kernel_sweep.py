@@ -73,39 +73,41 @@ class Clock:
 
 
 class Problem:
-    """Inputs of one shape, dense and as blocks."""
+    """Inputs of one shape, dense and as blocks in device memory, in a random order of slots."""
 
-    def __init__(self, shape: tuple[int, int, int, int]) -> None:
+    def __init__(self, shape: tuple[int, int, int, int], device: str = "cuda") -> None:
         self.batch, self.heads, self.kv_heads, self.tokens = shape
         size = (self.batch, self.kv_heads, self.tokens, DIM)
-        self.q = torch.randn(self.batch, self.heads, 1, DIM, device="cuda", dtype=DTYPE)
-        self.k = torch.randn(size, device="cuda", dtype=DTYPE)
-        self.v = torch.randn(size, device="cuda", dtype=DTYPE)
+        self.q = torch.randn(self.batch, self.heads, 1, DIM, device=device, dtype=DTYPE)
+        self.k = torch.randn(size, device=device, dtype=DTYPE)
+        self.v = torch.randn(size, device=device, dtype=DTYPE)
         self.bytes = 2 * self.k.numel() * self.k.element_size()
         self.width = self.tokens // BLOCK
         self.count = self.batch * self.width
         self.elems = block_elems(self.kv_heads, DIM, DIM, BLOCK)
-        pool = torch.empty(self.count * self.elems, dtype=DTYPE, device="cuda")
+        pool = torch.empty(self.count * self.elems, dtype=DTYPE, device=device)
         paged = pool.view(self.batch, self.width, self.kv_heads, BLOCK // 32, 2, 32 * DIM)
         for i, dense in enumerate((self.k, self.v)):
             split = dense.view(self.batch, self.kv_heads, self.width, BLOCK // 32, 32 * DIM)
             paged[..., i, :] = split.transpose(1, 2)
         # a random order of slots, as a cache has after a while
-        self.slot_of = torch.randperm(self.count, device="cuda")
-        shuffled = aligned_empty(self.count * self.elems, DTYPE, "cuda")
+        self.slot_of = torch.randperm(self.count, device=device)
+        shuffled = aligned_empty(self.count * self.elems, DTYPE, device)
         self.slots = shuffled.view(self.count, self.elems)
         self.slots[self.slot_of] = pool.view(self.count, self.elems)
         self.hot_words = shuffled.data_ptr() + self.slot_of * self.elems * DTYPE.itemsize
-        self.rows = torch.arange(self.batch, dtype=torch.int32, device="cuda")
-        self.row_len = torch.full((self.batch,), self.tokens - 1, dtype=torch.int32, device="cuda")
+        self.rows = torch.arange(self.batch, dtype=torch.int32, device=device)
+        self.row_len = torch.full((self.batch,), self.tokens - 1, dtype=torch.int32, device=device)
         self.words = self.hot_words.clone().view(self.batch, self.width)
-        steps = torch.arange(self.batch, dtype=torch.int64, device="cuda") * self.width
+        steps = torch.arange(self.batch, dtype=torch.int64, device=device) * self.width
         self.row_base = self.words.data_ptr() + steps * 8
-        self.heat = torch.zeros(self.batch, self.width, dtype=torch.int32, device="cuda")
+        self.heat = torch.zeros(self.batch, self.width, dtype=torch.int32, device=device)
         self.row_heat = self.heat.data_ptr() + steps * 4
 
-    def attend(self, config: triton_ops.DecodeConfig, heat: bool = False) -> torch.Tensor:
-        """One decode call."""
+    def attend(
+        self, config: triton_ops.DecodeConfig | None = None, heat: bool = False
+    ) -> torch.Tensor:
+        """One decode call; without a config, as kvpass calls it."""
         out = triton_ops.attend_decode(
             self.q, self.rows, self.row_base, self.row_len, kv_heads=self.kv_heads, head_dim_v=DIM,
             block_size=BLOCK, scale=SCALE, config=config,
@@ -113,6 +115,26 @@ class Problem:
         )  # fmt: skip
         assert isinstance(out, torch.Tensor)
         return out
+
+    def copy_to_host(self, host: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """Copy the blocks to `host`, a vector of DTYPE that the device can read in place.
+
+        Returns:
+            The words of the copies, int64 `[blocks]`, and whether blocks share a copy for want of
+            room.
+        """
+        fit = min(host.numel() // self.elems, self.count)
+        place = host[: fit * self.elems].view(fit, self.elems)
+        for i in range(fit):
+            place[i].copy_(self.slots[self.slot_of[i]], non_blocking=True)
+        index = torch.arange(self.count, device=self.q.device)
+        if self.q.is_cuda:
+            torch.cuda.synchronize()
+        return host.data_ptr() + (index % fit) * self.elems * DTYPE.itemsize, fit < self.count
+
+    def use(self, words: torch.Tensor) -> None:
+        """Make the table point at other copies of the blocks."""
+        self.words.copy_(words.view_as(self.words))
 
     def sdpa(self) -> torch.Tensor:
         """The dense rival."""
@@ -128,8 +150,8 @@ class Problem:
         return worst if math.isfinite(worst) else math.inf
 
 
-def timed(call: Callable[[], Any], rep_ms: int = 60) -> float:
-    """Median milliseconds of a call, replayed from a CUDA graph with a cold L2."""
+def capture(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of a call, which is made once before, to compile and to allocate."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -139,6 +161,12 @@ def timed(call: Callable[[], Any], rep_ms: int = 60) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
+    return graph
+
+
+def timed(call: Callable[[], Any], rep_ms: int = 60) -> float:
+    """Median milliseconds of a call, replayed from a CUDA graph with a cold L2."""
+    graph = capture(call)
     return do_bench(graph.replay, warmup=10, rep=rep_ms, return_mode="median")
 
 
@@ -224,14 +252,8 @@ class Run:
         """Every block, then every second block, in pinned host memory."""
         if self.host is None:
             return
-        fit = min(self.host.numel() // p.elems, p.count)
-        shared = fit < p.count
-        place = self.host[: fit * p.elems].view(fit, p.elems)
-        for i in range(fit):
-            place[i].copy_(p.slots[p.slot_of[i]], non_blocking=True)
+        host_words, shared = p.copy_to_host(self.host)
         index = torch.arange(p.count, device="cuda")
-        host_words = self.host.data_ptr() + (index % fit) * p.elems * DTYPE.itemsize
-        torch.cuda.synchronize()
         tiles = [best, replace(best, splits=1), replace(best, splits=max(1, best.splits // 4)),
                  replace(best, splits=best.splits * 2)]  # fmt: skip
         rep = 60 if p.bytes < 1e9 else 1
@@ -240,14 +262,14 @@ class Run:
             ("half host", torch.where(index % 2 == 0, p.hot_words, host_words)),
         ):
             hot = p.attend(best)
-            p.words.copy_(words.view_as(p.words))
+            p.use(words)
             if not shared and not torch.equal(p.attend(best), hot):
                 raise SystemExit(f"{what}: the place of the blocks changed the result")
             # a config that is listed twice is timed once
             for config in dict.fromkeys(tiles):
                 call = functools.partial(p.attend, config)
                 self.add(p, what, call, rep, config=asdict(config), shared=shared)
-            p.words.copy_(p.hot_words.view_as(p.words))
+            p.use(p.hot_words)
 
 
 def measure_shape(run: Run, shape: tuple[int, int, int, int], quick: bool) -> None:

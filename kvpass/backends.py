@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import fx
 
-import kvpass.ops  # defines the cached ops
 from kvpass.config import Config
 from kvpass.errors import KVPassWarning
 from kvpass.graph.find import find_sites
@@ -121,7 +120,7 @@ def compile_inner(gm: fx.GraphModule, inputs: list[Any], config: Config) -> Call
         return compiled
     from torch._inductor.compile_fx import compile_fx
 
-    result: Callable[..., Any] = compile_fx(gm, inputs)
+    result: Any = compile_fx(gm, inputs)
     return result
 
 
@@ -130,7 +129,7 @@ def _has_compiler(inputs: list[Any]) -> bool:
         return True
     from torch._inductor import config as inductor_config
 
-    candidates = inductor_config.cpp.cxx
+    candidates: Any = inductor_config.cpp.cxx
     names = [c for c in (candidates if isinstance(candidates, tuple) else (candidates,)) if c]
     return any(shutil.which(str(name)) for name in (*names, "g++", "clang++"))
 

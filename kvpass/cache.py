@@ -15,9 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import kvpass.ops  # defines the ops that update traces to
 from kvpass.config import Config
-from kvpass.errors import CacheStateError, CapacityError, KVPassWarning, ShapeError, UnsupportedError
+from kvpass.errors import (
+    CacheStateError,
+    CapacityError,
+    KVPassWarning,
+    ShapeError,
+    UnsupportedError,
+)
 from kvpass.runtime import directory
 from kvpass.runtime.batch import Batch
 from kvpass.runtime.geometry import BlockGeometry

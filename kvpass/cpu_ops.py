@@ -148,8 +148,10 @@ def _decode(
     total = batch.lengths[layer] + 1
     count = geometry.blocks_for(total)
     group = q.shape[0] // kv_heads
-    query = q.view(kv_heads, group, -1).float() if q.is_contiguous() else (
-        q.reshape(kv_heads, group, -1).float()
+    query = (
+        q.view(kv_heads, group, -1).float()
+        if q.is_contiguous()
+        else (q.reshape(kv_heads, group, -1).float())
     )
     query = (query * scale).repeat_interleave(pages, 0)  # [Hkv * pages, G, Dk]
     scores = torch.empty((count, kv_heads * pages, group, PAGE_SIZE), dtype=torch.float32)
@@ -169,15 +171,13 @@ def _decode(
         flat[..., :total].masked_fill_(~mask[:total], float("-inf"))
     top = flat.amax(-1, keepdim=True)
     top = torch.where(top == float("-inf"), 0.0, top)
-    weights = F.threshold_((flat - top).exp_(), UNDERFLOW, 0.0)
+    weights = torch.threshold_((flat - top).exp_(), UNDERFLOW, 0.0)
     norm = weights.sum(-1, keepdim=True)
     weights = weights / torch.where(norm == 0, 1.0, norm)
     _count_accesses(batch, layer, sequence, weights, count, size)
     parts = weights.view(kv_heads, group, count, pages, PAGE_SIZE).permute(2, 0, 3, 1, 4)
     parts = parts.reshape(count, kv_heads * pages, group, PAGE_SIZE)
-    sums = torch.empty(
-        (count, kv_heads * pages, group, geometry.head_dim_v), dtype=torch.float32
-    )
+    sums = torch.empty((count, kv_heads * pages, group, geometry.head_dim_v), dtype=torch.float32)
     tail = total - (count - 1) * size
     for i in range(count):
         values = row[i].v if direct else row[i].v.float()
@@ -318,7 +318,7 @@ class _Tile:
             per_head.masked_fill_(~visible, float("-inf"))
         top = torch.maximum(self.top, scores.amax(-1, keepdim=True))
         safe = torch.where(top == float("-inf"), 0.0, top)
-        weights = F.threshold_((scores - safe).exp_(), UNDERFLOW, 0.0)
+        weights = torch.threshold_((scores - safe).exp_(), UNDERFLOW, 0.0)
         decay = (self.top - safe).exp_()
         self.norm = self.norm * decay + weights.sum(-1, keepdim=True)
         self.sum = self.sum * decay + torch.bmm(weights, v.float())

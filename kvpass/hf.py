@@ -64,7 +64,9 @@ class TransformersTieredCache(TieredCache, Cache):
         """-1: masks are made for the tokens that are stored, not for the capacity."""
         return -1
 
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
         """No layer is linear attention."""
         return False
 

@@ -17,6 +17,8 @@ batch. Their effects are ordered by data: ``attend`` consumes the token that ``a
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -45,6 +47,8 @@ _LIBRARY.define(
 
 
 def _append_cpu(k: Tensor, v: Tensor, rows: Tensor, layer: int, block_size: int) -> Tensor:
+    if k.shape[0] == 0:
+        return k.new_empty(0)
     cpu_ops.append(directory.batch_of(rows), layer, k, v)
     return k.new_empty(0)
 
@@ -62,6 +66,10 @@ def _attend_cpu(
     kv_mask: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
+    if q.shape[0] == 0:
+        return _attend_fake(
+            q, k_new, v_new, token, rows, layer, block_size, scale, causal, kv_mask, bias
+        )
     batch = directory.batch_of(rows)
     out = cpu_ops.attend(batch, layer, q, k_new, v_new, scale, causal, kv_mask, bias)
     return out.transpose(1, 2)
@@ -90,6 +98,7 @@ def _attend_cuda(
 ) -> Tensor:
     import triton_ops
 
+    out: Any
     tables = tables_for(q.device)
     if q.shape[2] == 1:
         out = triton_ops.attend_decode(
@@ -106,7 +115,7 @@ def _attend_cuda(
             row_heat=tables.heat,
             max_blocks=tables.max_blocks,
         )
-        return out.transpose(1, 2).contiguous().transpose(1, 2)
+        return _token_major(out)
     out = triton_ops.attend_extend(
         q,
         k_new,
@@ -120,6 +129,11 @@ def _attend_cuda(
         kv_mask=kv_mask,
         bias=bias,
     )
+    return _token_major(out)
+
+
+def _token_major(out: Tensor) -> Tensor:
+    """The same ``[B, Hq, n, Dv]`` laid out as ``[B, n, Hq, Dv]``, as the fake op promises."""
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 

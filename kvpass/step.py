@@ -113,9 +113,7 @@ class _Functional:
     def __init__(self, sites: list[FunctionalSite]) -> None:
         self.sites = sites
 
-    def open(
-        self, manager: Manager, args: Sequence[Any], sizes: _Sizes, config: Config
-    ) -> Lease:
+    def open(self, manager: Manager, args: Sequence[Any], sizes: _Sizes, config: Config) -> Lease:
         """The batch that the past handles stand for, or a new one."""
         contents: list[Content] | None = []
         for site in self.sites:
@@ -157,9 +155,7 @@ class _Functional:
         # An older handle of a sequence that has gone on since: continue from there, on its own.
         return Lease(manager, manager.fork(batch, range(batch.size), first.length))
 
-    def _adopt(
-        self, manager: Manager, args: Sequence[Any], sizes: _Sizes, config: Config
-    ) -> Lease:
+    def _adopt(self, manager: Manager, args: Sequence[Any], sizes: _Sizes, config: Config) -> Lease:
         """A new batch that holds a copy of the dense past, if there is one."""
         past: list[tuple[Tensor, Tensor] | None] = []
         for site in self.sites:

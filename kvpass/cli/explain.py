@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvpass explain``: what the pass does to each attention of a checkpoint, and proof that it may."""
+"""``kvpass explain``: what the pass does to each attention of a checkpoint."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from enum import Enum
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
 
-class Via(str, Enum):
+class Via(StrEnum):
     """Whose code runs the checkpoint."""
 
     own = "own"
@@ -98,4 +98,3 @@ PROMPT = (
     "A cache keeps what will be needed again close at hand. When it is full, something has to make "
     "room, and the art lies in choosing what will not be missed."
 )
-

@@ -108,7 +108,7 @@ def transformers_step(model: Any, cache: Any) -> Callable[[Tensor], Tensor]:
 
 
 def load_transformers(path: str) -> Any:
-    """transformers' own model of a checkpoint folder, fp32.
+    """Transformers' own model of a checkpoint folder, fp32.
 
     Raises:
         CheckpointError: transformers is not installed.
@@ -116,9 +116,7 @@ def load_transformers(path: str) -> Any:
     try:
         from transformers import AutoModelForCausalLM
     except ImportError as error:
-        raise CheckpointError(
-            'transformers is not installed: pip install "kvpass[hf]"'
-        ) from error
+        raise CheckpointError('transformers is not installed: pip install "kvpass[hf]"') from error
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 

@@ -32,12 +32,14 @@ from kvpass.graph.walk import (
     NotMatched,
     Size,
     describe,
+    is_shape_read,
     live_nodes,
     module_path,
     need_tensor,
     op_name,
     same,
     shape_of,
+    value_of,
     written_between,
 )
 
@@ -151,13 +153,28 @@ class _Finder:
         inside -= {chain.output}
         return tuple(sorted(inside, key=self.order.__getitem__))
 
+    def _sizes(self, node: fx.Node, inside: set[fx.Node]) -> bool:
+        """Whether a node only reads a shape, for nodes that disappear with the site."""
+        if not is_shape_read(node):
+            return False
+        stack = [node]
+        while stack:
+            for user in stack.pop().users:
+                if user in inside or user not in self.live:
+                    continue
+                if isinstance(value_of(user), (tuple, int, torch.SymInt)):
+                    stack.append(user)
+                else:
+                    return False
+        return True
+
     def _check_users(
         self, chain: Chain, source: CacheSource, interior: tuple[fx.Node, ...]
     ) -> None:
         inside = {*interior, chain.output}
         for node in interior:
             for user in node.users:
-                if user in self.live and user not in inside:
+                if user in self.live and user not in inside and not self._sizes(user, inside):
                     raise NotMatched(
                         f"{node.name} inside the attention is also used by "
                         f"{'the graph output' if user.op == 'output' else describe(user)}"
@@ -165,7 +182,8 @@ class _Finder:
         for node in (source.keys, source.values):
             for user in node.users:
                 returned = user.op == "output" and source.form == "functional"
-                if user in self.live and user not in inside and not returned:
+                inner = user in inside or self._sizes(user, inside)
+                if user in self.live and not inner and not returned:
                     what = "the graph output" if user.op == "output" else describe(user)
                     if op_name(user) == "getitem" and any(u.op == "output" for u in user.users):
                         raise NoSource(

@@ -66,12 +66,15 @@ def graph_refusal(gm: fx.GraphModule) -> str | None:
 
     The ops of a cache have no gradient, so a graph that may be differentiated is left alone.
     """
+    name = _trainable(gm)
+    if name is None:
+        return None
+    if torch.is_grad_enabled():
+        return f"gradients are needed ({name}): compile and run under torch.no_grad()"
     for node in gm.graph.nodes:
         enables = node.target is torch._C._set_grad_enabled and node.args[:1] != (False,)
-        if node.op == "call_function" and enables and _trainable(gm):
+        if node.op == "call_function" and enables:
             return "gradients are enabled inside the graph: remove torch.enable_grad()"
-    if torch.is_grad_enabled() and (name := _trainable(gm)):
-        return f"gradients are needed ({name}): compile and run under torch.no_grad()"
     return None
 
 

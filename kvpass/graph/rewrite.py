@@ -167,7 +167,7 @@ def rewrite(gm: fx.GraphModule, sites: list[AttentionSite], block_size: int) -> 
             assert returned is not None
             returned[position] = None
     if functional and returned is not None:
-        output.args = (type(output.args[0])(returned),)  # type: ignore[call-arg,arg-type]
+        output.args = (type(output.args[0])(returned),)
     _erase_dead(graph, sites)
     for node in placeholders:
         gone = node in groups or any(

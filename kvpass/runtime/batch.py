@@ -70,8 +70,9 @@ class Block:
     def publish(self) -> None:
         """Make every table that names this block name the copy in use."""
         slot = self.slot
-        self.k = self.geometry.keys(slot.raw)
-        self.v = self.geometry.values(slot.raw)
+        with torch.inference_mode(False):  # a later step may run outside inference mode
+            self.k = self.geometry.keys(slot.raw)
+            self.v = self.geometry.values(slot.raw)
         for batch, layer, sequence, index in self.owners:
             batch.words[layer, sequence, index] = slot.address
             batch.dirty = True
@@ -87,6 +88,7 @@ class Batch:
         lengths: tokens stored, of each layer.
         blocks: ``[L][B]`` lists of blocks.
         active: thread that is in a step of this batch, or None.
+        steps: layers of the step it is in, and of the steps nested in that.
         event: CUDA event after the last step, or None.
     """
 
@@ -102,6 +104,7 @@ class Batch:
         self.lengths = [0] * layers
         self.blocks: list[list[list[Block]]] = [[[] for _ in range(size)] for _ in range(layers)]
         self.active: int | None = None
+        self.steps: list[frozenset[int]] = []
         self.event: Any = None
         self.tokens_since_heat = 0
         self.released = False
@@ -111,7 +114,9 @@ class Batch:
         self._staging: list[tuple[torch.Tensor, Any]] = []
         self._heat_copy: tuple[torch.Tensor, Any] | None = None
         self.words: np.ndarray[Any, np.dtype[np.int64]] = np.zeros((layers, size, 0), np.int64)
-        self.heat_before: np.ndarray[Any, np.dtype[np.int32]] = np.zeros((layers, size, 0), np.int32)
+        self.heat_before: np.ndarray[Any, np.dtype[np.int32]] = np.zeros(
+            (layers, size, 0), np.int32
+        )
         with torch.inference_mode(False):
             rows = torch.tensor(self._row_list, dtype=torch.int32).view(layers, size)
             self.rows = rows.to(self.device)
@@ -165,9 +170,7 @@ class Batch:
                 self.device_words = torch.from_numpy(self.words)
                 self.heat = torch.from_numpy(heat)
             else:
-                self.device_words = torch.zeros(
-                    words.shape, dtype=torch.int64, device=self.device
-                )
+                self.device_words = torch.zeros(words.shape, dtype=torch.int64, device=self.device)
                 self.heat = torch.from_numpy(heat).to(self.device)
             index = self._row_index.flatten()
             offsets = torch.arange(self.layers * self.size, device=self.device) * wanted
@@ -198,7 +201,7 @@ class Batch:
     def _upload_words(self) -> None:
         stream = torch.cuda.current_stream(self.device)
         staging = None
-        for position, (buffer, event) in enumerate(self._staging):
+        for position, (_, event) in enumerate(self._staging):
             if event.query():
                 staging = self._staging.pop(position)[0]
                 break

@@ -116,7 +116,7 @@ class KVHandle(Tensor):
         )
         return dense
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Shape and dtype; the numbers are not read."""
         return f"KVHandle(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
@@ -129,7 +129,7 @@ class KVHandle(Tensor):
         return self.dense().__reduce_ex__(protocol)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an op on dense copies."""

@@ -24,7 +24,7 @@ import torch
 
 from kvpass import cpu_ops
 from kvpass.config import Config
-from kvpass.errors import CacheStateError, CapacityError, OutOfMemoryError, ShapeError
+from kvpass.errors import CacheStateError, CapacityError, ShapeError
 from kvpass.runtime import policy
 from kvpass.runtime.batch import Batch, Block
 from kvpass.runtime.metrics import Counters, Snapshot
@@ -140,10 +140,8 @@ class Manager:
             if batch.released:
                 raise CacheStateError("this cache was released; make a new one")
             if batch.active is not None:
-                raise CacheStateError(
-                    "this cache is in a step already (a cache serves one thread at a time): "
-                    "give each thread a cache of its own"
-                )
+                self._begin_nested(batch, tokens, layers)
+                return
             if batch.event is not None:  # the caller may have changed streams
                 torch.cuda.current_stream(self.device).wait_event(batch.event)
             if self.before_step is not None:
@@ -153,18 +151,37 @@ class Manager:
             self._reserve(batch, tokens, layers)
             batch.upload()
             batch.active = threading.get_ident()
+            batch.steps.append(frozenset(layers))
+
+    def _begin_nested(self, batch: Batch, tokens: int, layers: Sequence[int]) -> None:
+        """A layer whose attention was not rewritten, in a graph where others were."""
+        taken = frozenset[int]().union(*batch.steps)
+        if batch.active != threading.get_ident() or taken & frozenset(layers):
+            raise CacheStateError(
+                "this cache is in a step already (a cache serves one thread at a time): "
+                "give each thread a cache of its own"
+            )
+        self._reserve(batch, tokens, layers)
+        batch.upload()
+        batch.steps.append(frozenset(layers))
+
+    def _end(self, batch: Batch) -> None:
+        batch.steps.pop()
+        if not batch.steps:
+            batch.active = None
+        if self.device.type == "cuda":
+            batch.event = torch.cuda.Event()
+            batch.event.record(torch.cuda.current_stream(self.device))
 
     def abort(self, batch: Batch) -> None:
         """End a step that failed: nothing it appended counts."""
         with self._lock:
-            batch.active = None
-            self._record(batch)
+            self._end(batch)
 
     def commit(self, batch: Batch, tokens: int, layers: Sequence[int]) -> None:
         """Second half of :meth:`step`: the new tokens count from here on."""
         with self._lock:
-            batch.active = None
-            self._record(batch)
+            self._end(batch)
             full = [
                 block
                 for layer in layers
@@ -190,11 +207,6 @@ class Manager:
         for block in row[before // size : (before + tokens) // size]:
             block.full = True
             yield block
-
-    def _record(self, batch: Batch) -> None:
-        if self.device.type == "cuda":
-            batch.event = torch.cuda.Event()
-            batch.event.record(torch.cuda.current_stream(self.device))
 
     # ------------------------------------------------------------ reservation
 
@@ -374,7 +386,9 @@ class Manager:
             new.geometries = list(batch.geometries)
             for layer in range(batch.layers):
                 for target, source in enumerate(sequences):
-                    for block in batch.blocks[layer][source][: -(-lengths[layer] // batch.block_size)]:
+                    for block in batch.blocks[layer][source][
+                        : -(-lengths[layer] // batch.block_size)
+                    ]:
                         new.attach(layer, target, block)
                         block.publish()
             new.lengths = lengths
@@ -388,9 +402,7 @@ class Manager:
             raise CacheStateError("this cache is in a step; wait until it ends")
         self.mover.collect()
 
-    def gather(
-        self, batch: Batch, layer: int, length: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(self, batch: Batch, layer: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Dense copies of the first ``length`` keys and values of a layer.
 
         Returns:

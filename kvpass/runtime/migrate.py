@@ -33,7 +33,12 @@ class Move:
     __slots__ = ("_done", "after", "block", "error", "event", "kind", "source", "target")
 
     def __init__(
-        self, kind: Literal["store", "load"], block: Any, source: Slot, target: Slot, after: list[Any]
+        self,
+        kind: Literal["store", "load"],
+        block: Any,
+        source: Slot,
+        target: Slot,
+        after: list[Any],
     ) -> None:
         self.kind = kind
         self.block = block

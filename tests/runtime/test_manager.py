@@ -128,9 +128,7 @@ def test_demotion_starts_above_the_threshold_and_needs_rare_access():
 def test_accessed_blocks_are_promoted():
     """Promotion follows heat: keys that the query meets are brought in."""
     size = BlockGeometry(2, 16, 16, torch.float32, BLOCK).block_bytes
-    driver = Driver(
-        layers=1, hot=4 * size, resident_tokens=0, heat_interval=8, min_frequency=2.0
-    )
+    driver = Driver(layers=1, hot=4 * size, resident_tokens=0, heat_interval=8, min_frequency=2.0)
     g = driver.geometry
     wanted = 2
     for block in range(8):
