@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -197,6 +198,19 @@ def graphs_compiled() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
+def end_migration() -> None:
+    """Free the caches of the case before, and wait for their threads.
+
+    A thread that has run a parallel region keeps OpenMP workers of its own; with more workers than
+    cores libgomp stops spinning, and every later case in the process would be slower.
+    """
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "kvpass-migrate":
+            thread.join(timeout=10)
+            assert not thread.is_alive(), "a cache of an earlier case is still in use"
+
+
 @pytest.fixture(scope="session")
 def bench() -> Bench:
     return Bench()
@@ -207,7 +221,7 @@ def test_decode_step(
     benchmark: Any, bench: Bench, name: str, request: pytest.FixtureRequest
 ) -> None:
     case = CASES[name]
-    gc.collect()  # the caches of the case before
+    end_migration()
     step, cache, token = bench.start(case)
     decoding = Decoding(step, token)
     ours = case.cache == "tiered"

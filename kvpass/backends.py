@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+import kvpass.ops  # noqa: F401  # defines the ops that graphs call
 from kvpass.config import Config
 from kvpass.errors import KVPassWarning
 from kvpass.graph.find import find_sites

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import kvpass.ops  # noqa: F401  # defines the ops that graphs call
 from kvpass.config import Config
 from kvpass.errors import (
     CacheStateError,
