@@ -17,6 +17,7 @@ from torch import fx
 
 from kvpass.graph.site import AttentionSite
 from kvpass.graph.walk import mutates
+from kvpass.runtime.table import MAX_LAYERS
 
 
 @dataclass(frozen=True)
@@ -192,12 +193,12 @@ class _Rows:
         self.nodes: list[fx.Node] = []
 
     def add(self, example: Any) -> fx.Node:
-        """A placeholder int32 ``[layers, B]`` on the device of ``example`` ``[B, ...]``."""
+        """A placeholder int32 ``[MAX_LAYERS, B]`` on the device of ``example`` ``[B, ...]``."""
         with self.graph.inserting_after(self.last):
             node = self.graph.placeholder(f"kvpass_rows_{len(self.nodes)}")
-        # Two layers, not the true number: graphs do not depend on it, and 1 would specialise.
+        size = (MAX_LAYERS, example.shape[0])
         with example.fake_mode:
-            fake = torch.empty((2, example.shape[0]), dtype=torch.int32, device=example.device)
+            fake = torch.empty(size, dtype=torch.int32, device=example.device)
         node.meta["example_value"] = fake
         self.nodes.append(node)
         self.last = node

@@ -12,7 +12,7 @@ from kvpass.errors import ShapeError
 from kvpass.runtime import directory
 from kvpass.runtime.geometry import BlockGeometry
 from kvpass.runtime.pool import Slot
-from kvpass.runtime.table import RowTables
+from kvpass.runtime.table import MAX_LAYERS, RowTables
 
 STAGING_BUFFERS = 4
 """Pinned copies of a table that may be on their way to the device at once."""
@@ -84,7 +84,8 @@ class Batch:
     Attributes:
         size: sequences (B).
         geometries: block layout of each of the L layers, None before its first use.
-        rows: int32 ``[L, B]`` on the device: the table rows that kernels look up.
+        rows: int32 ``[MAX_LAYERS, B]`` on the device: the table rows that kernels look up, -1 where
+            there is no layer.
         lengths: tokens stored, of each layer.
         blocks: ``[L][B]`` lists of blocks.
         active: thread that is in a step of this batch, or None.
@@ -95,6 +96,8 @@ class Batch:
     def __init__(
         self, tables: RowTables, size: int, layers: int, block_size: int, tokens: int
     ) -> None:
+        if layers > MAX_LAYERS:
+            raise ShapeError(f"{layers} layers with a KV cache; at most {MAX_LAYERS} are supported")
         self.tables = tables
         self.device = tables.device
         self.size = size
@@ -118,9 +121,10 @@ class Batch:
             (layers, size, 0), np.int32
         )
         with torch.inference_mode(False):
-            rows = torch.tensor(self._row_list, dtype=torch.int32).view(layers, size)
+            rows = torch.full((MAX_LAYERS, size), -1, dtype=torch.int32)
+            rows[:layers] = torch.tensor(self._row_list, dtype=torch.int32).view(layers, size)
             self.rows = rows.to(self.device)
-            self._row_index = self.rows.to(torch.int64)
+            self._row_index = self.rows[:layers].to(torch.int64)
         self.dirty = True
         self.reserve_words(tokens)
         directory.enlist(self)

@@ -119,7 +119,7 @@ class Manager:
         """One forward pass that appends ``tokens`` tokens to ``layers`` of every sequence.
 
         Yields:
-            The rows, int32 ``[L, B]``, with a block reserved for every new token.
+            The rows, int32 ``[MAX_LAYERS, B]``, with a block reserved for every new token.
 
         Raises:
             CacheStateError: the batch was released, or is in a step on another thread.

@@ -12,6 +12,7 @@ import threading
 import weakref
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 
 from kvpass.runtime.pool import Slot
@@ -63,7 +64,8 @@ class Move:
     def run(self) -> None:
         """Copy now, on the calling thread."""
         try:
-            self.target.raw.copy_(self.source.raw)
+            # One thread only: a second team of OpenMP threads would stall the one that computes.
+            np.copyto(self.target.raw.numpy(), self.source.raw.numpy())
         except BaseException as error:  # handed to the manager, which keeps the old copy
             self.error = error
         finally:

@@ -9,6 +9,9 @@ import torch
 
 from kvpass.errors import OutOfMemoryError
 
+MAX_LAYERS = 256
+"""Height of every rows tensor, so that compiled graphs see one shape whatever the model."""
+
 MAX_ROWS = 1 << 16
 """Rows a device has; a row is one layer of one sequence."""
 
