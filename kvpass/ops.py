@@ -8,7 +8,8 @@ Source ops appear in traced graphs and are right by themselves, if slow; the pas
 - ``materialize(ticket, size, dtype, device) -> Tensor``: dense copy of what a KV handle stands for.
 
 Cached ops stand in rewritten graphs, and read ``rows`` (int32 ``[MAX_LAYERS, B]``), the table
-rows of a batch. Their effects are ordered by data: ``attend`` consumes the token that ``append`` returns.
+rows of a batch. Their effects are ordered by data: ``attend`` consumes the token that ``append``
+returns.
 
 - ``append(k, v, rows, layer, block_size) -> token``
 - ``attend(q, k_new, v_new, token, rows, layer, block_size, scale, causal, kv_mask, bias) -> out``,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpass.config import Config
-from kvpass.errors import CacheStateError
+from kvpass.errors import CacheStateError, ShapeError
 from kvpass.graph.rewrite import FunctionalSite, LayerShape, Plan, TieredGroup
 from kvpass.runtime import directory
 from kvpass.runtime.batch import Batch
@@ -60,6 +60,9 @@ class RewrittenGraph:
                 lease = self._functional.open(manager, args, sizes, self.config)
                 tokens = sizes.of(plan.functional[0].shape.tokens)
                 layers = range(len(plan.functional))
+                for layer in layers:
+                    stored = lease.batch.lengths[layer]
+                    _check_mask(plan.functional[layer].shape, stored + tokens, sizes)
                 rows.append(steps.enter_context(manager.step(lease.batch, tokens, layers)))
             outputs = self.inner(*[args[i] if i >= 0 else rows[-1 - i] for i in plan.inputs])
         if lease is None or self._functional is None:
@@ -74,6 +77,14 @@ class RewrittenGraph:
             layer: _geometry(shape, group.block_size) for layer, shape in group.layers.items()
         }
         manager, batch = state.bind(sizes.of(shape.batch), self.device, geometries, tokens)
+        for layer, assumed in group.layers.items():
+            stored = batch.lengths[layer]
+            if sizes.of(assumed.past) != stored:
+                raise CacheStateError(
+                    f"layer {layer} holds {stored} tokens, the graph was given "
+                    f"{sizes.of(assumed.past)}: the cache was changed from outside in between"
+                )
+            _check_mask(assumed, stored + tokens, sizes)
         return manager.step(batch, tokens, sorted(group.layers))
 
 
@@ -90,15 +101,28 @@ class _Sizes:
         if isinstance(size, int):
             return size
         if size not in self.known:
-            values = {}
-            for symbol in size.free_symbols:
-                if symbol not in self.symbols:
-                    raise CacheStateError(f"the size {size} cannot be read from the graph's inputs")
-                index, dimension = self.symbols[symbol]
-                value = self.args[index]
-                values[symbol] = int(value if dimension is None else value.shape[dimension])
-            self.known[size] = int(size.subs(values))
+            if size.is_Symbol:  # substitution is slow, and most sizes are plain symbols
+                self.known[size] = self._read(size)
+            else:
+                values = {symbol: self._read(symbol) for symbol in size.free_symbols}
+                self.known[size] = int(size.subs(values))
         return self.known[size]
+
+    def _read(self, symbol: Any) -> int:
+        if symbol not in self.symbols:
+            raise CacheStateError(f"the size {symbol} cannot be read from the graph's inputs")
+        index, dimension = self.symbols[symbol]
+        value = self.args[index]
+        return int(value if dimension is None else value.shape[dimension])
+
+
+def _check_mask(shape: LayerShape, keys: int, sizes: _Sizes) -> None:
+    """A padding mask that is too short fails here, as it does in eager."""
+    if shape.mask is not None and sizes.of(shape.mask) < keys:
+        raise ShapeError(
+            f"the padding mask covers {sizes.of(shape.mask)} tokens, the cache will hold {keys}: "
+            "pass an attention_mask for the past and the new tokens"
+        )
 
 
 def _geometry(shape: LayerShape, block_size: int) -> BlockGeometry:
@@ -162,7 +186,13 @@ class _Functional:
             if site.past_k is None or site.past_v is None:
                 past.append(None)
             else:
-                past.append((_dense(args[site.past_k]), _dense(args[site.past_v])))
+                dense = (_dense(args[site.past_k]), _dense(args[site.past_v]))
+                if dense[0].shape[:3] != dense[1].shape[:3]:
+                    raise ShapeError(
+                        f"past keys {tuple(dense[0].shape)} and values {tuple(dense[1].shape)} of "
+                        f"{site.shape} differ in more than the head size"
+                    )
+                past.append(dense)
         size = sizes.of(self.sites[0].shape.batch)
         longest = max((pair[0].shape[2] for pair in past if pair is not None), default=0)
         tokens = longest + sizes.of(self.sites[0].shape.tokens)

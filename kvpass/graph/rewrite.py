@@ -22,7 +22,11 @@ from kvpass.runtime.table import MAX_LAYERS
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Shapes of one rewritten site; sizes may be symbolic expressions."""
+    """Shapes of one rewritten site; sizes may be symbolic expressions.
+
+    ``past`` and ``mask`` are lengths that the graph assumes, checked against the cache at every
+    call: tokens stored (TieredCache only), and columns of the padding mask.
+    """
 
     batch: Any
     tokens: Any
@@ -30,6 +34,8 @@ class LayerShape:
     head_dim_k: int
     head_dim_v: int
     dtype: torch.dtype
+    past: Any = None
+    mask: Any = None
 
 
 @dataclass
@@ -89,10 +95,20 @@ def _example(node: fx.Node) -> Any:
 
 def _shape_of(site: AttentionSite) -> LayerShape:
     k, v = _example(_k_new(site)), _example(_v_new(site))
+    past = site.source.update.args[4] if site.source.update is not None else None
+    if isinstance(past, fx.Node):
+        past = _example(past)
+    mask = site.mask.kv_mask
     return LayerShape(
-        _plain(k.shape[0]), _plain(k.shape[2]), int(k.shape[1]), int(k.shape[3]), int(v.shape[3]),
-        k.dtype,
-    )  # fmt: skip
+        batch=_plain(k.shape[0]),
+        tokens=_plain(k.shape[2]),
+        kv_heads=int(k.shape[1]),
+        head_dim_k=int(k.shape[3]),
+        head_dim_v=int(v.shape[3]),
+        dtype=k.dtype,
+        past=None if past is None else _plain(past),
+        mask=None if mask is None else _plain(_example(mask).shape[1]),
+    )
 
 
 def _k_new(site: AttentionSite) -> fx.Node:

@@ -88,21 +88,21 @@ class ThreadCopier:
     """A single worker thread behind a bounded queue; copies release the interpreter lock."""
 
     def __init__(self) -> None:
-        self._queue: queue.Queue[Move | None] = queue.Queue(QUEUE_LIMIT)
+        # Bounded by submit, not here: the end marker, put by a finalizer, must never wait.
+        self._queue: queue.SimpleQueue[Move | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._finalizer = weakref.finalize(self, self._queue.put, None)
 
     def submit(self, move: Move) -> bool:
         """See :class:`Copier`."""
+        if self._queue.qsize() >= QUEUE_LIMIT:
+            return False
         if self._thread is None:
             self._thread = threading.Thread(
                 target=_work, args=(self._queue,), name="kvpass-migrate", daemon=True
             )
             self._thread.start()
-        try:
-            self._queue.put_nowait(move)
-        except queue.Full:
-            return False
+        self._queue.put(move)
         return True
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class ThreadCopier:
             self._thread.join()
 
 
-def _work(moves: queue.Queue[Move | None]) -> None:
+def _work(moves: queue.SimpleQueue[Move | None]) -> None:
     while (move := moves.get()) is not None:
         move.run()
         del move  # an idle worker must not keep a block alive
