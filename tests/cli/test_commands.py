@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""demo, generate and explain on the real checkpoint; mistakes give one clear line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvpass.cli import main
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as exit_:
+        main(list(arguments))
+    out = capsys.readouterr()
+    return int(exit_.value.code or 0), out.out, out.err
+
+
+@pytest.mark.checkpoint
+def test_demo_shows_identical_tokens_and_moves(capsys):
+    code, out, _ = run(
+        capsys, "demo", "--tokens", "1100", "--new-tokens", "40", "--inner", "eager",
+        "--share", "0.4",
+    )  # fmt: skip
+    assert code == 0, out
+    assert "tokens identical: yes" in out
+    assert "moved cold to hot" in out
+
+
+@pytest.mark.checkpoint
+def test_explain_says_what_is_rewritten(capsys):
+    code, out, _ = run(capsys, "explain", "--model", "smollm2-135m", "--json")
+    assert code == 0
+    (result,) = json.loads(out)
+    assert (result["sites"], result["rewritten"]) == (30, 30)
+    code, out, _ = run(
+        capsys, "explain", "--model", "smollm2-135m", "--via", "transformers", "--verify", "4"
+    )
+    assert code == 0
+    assert out.count("30 of 30 attention sites rewritten") == 2
+    assert out.count("equal to the uncompiled model") == 2
+    assert "NOT" not in out
+
+
+@pytest.mark.checkpoint
+def test_generate_prints_text_and_verifies(capsys):
+    code, out, err = run(
+        capsys, "generate", "--model", "smollm2-135m", "--prompt", "The capital of France is",
+        "--max-new-tokens", "5", "--hot", "1MiB", "--inner", "eager", "--verify",
+    )  # fmt: skip
+    assert code == 0
+    assert "Paris" in out
+    assert "tokens identical: yes" in err
+
+
+@pytest.mark.checkpoint
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "--model", "smollm2-135m"], "one of --prompt and --prompt-file"),
+        (["generate", "--model", "smollm2-135m", "--prompt", ""], "no tokens"),
+        (["generate", "--model", "smollm2-135m", "--prompt", "a", "--hot", "abc"], "abc"),
+        (["generate", "--model", "smollm2-135m", "--prompt-file", "nowhere.txt"], "nowhere.txt"),
+        (["generate", "--model", "no-such-model", "--prompt", "a"], "no-such-model"),
+        (["explain", "--model", "smollm2-135m", "--inner", "indictor"], "indictor"),
+        (["demo", "--tokens", "100000"], "100000"),
+    ],
+)
+def test_mistakes_give_one_line(capsys, arguments, words):
+    code, _, err = run(capsys, *arguments)
+    assert code == 1
+    assert words in err
+    assert "Traceback" not in err
+    assert err.startswith("error:")
