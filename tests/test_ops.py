@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops against plain attention: masks, biases, group sizes, head sizes, strides, fakes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.runtime.harness import BLOCK, Driver
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def attend(driver, q, k, v, *, scale=0.3, causal=True, kv_mask=None, bias=None):
+    """One step of a single-layer driver, and the reference in float64."""
+    with driver.manager.step(driver.batch, k.shape[2], [0]) as rows:
+        token = torch.ops.kvpass.append(k, v, rows, 0, BLOCK)
+        out = torch.ops.kvpass.attend(q, k, v, token, rows, 0, BLOCK, scale, causal, kv_mask, bias)
+    old_k, old_v = driver.dense[0]
+    driver.dense[0] = (torch.cat([old_k, k], 2), torch.cat([old_v, v], 2))
+    keys, values = (x.double() for x in driver.dense[0])
+    group, n, total = q.shape[1] // k.shape[1], q.shape[2], keys.shape[2]
+    scores = q.double() @ keys.repeat_interleave(group, 1).mT * scale
+    if bias is not None and bias.dtype != torch.bool:
+        scores = scores + bias[..., :total].double()
+    seen = torch.ones(q.shape[0], 1, n, total, dtype=torch.bool)
+    if causal:
+        seen = seen.tril(total - n)
+    if kv_mask is not None:
+        seen = seen & kv_mask[:, None, None, :total]
+    if bias is not None and bias.dtype == torch.bool:
+        seen = seen & bias[..., :total]
+    scores = scores.masked_fill(~seen, -math.inf)
+    weights = torch.nan_to_num(scores.softmax(-1))
+    return out, weights @ values.repeat_interleave(group, 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(
+    heads=st.sampled_from([(12, 2), (28, 4), (14, 2), (7, 1), (5, 5), (6, 3)]),
+    width=st.sampled_from([16, 33, 40, 80, 96]),
+    past=st.sampled_from([0, 1, 31, 32, 70]),
+    tokens=st.sampled_from([1, 2, 5, 40]),
+    mask=st.sampled_from(["none", "padding", "bool", "float", "row", "full"]),
+    causal=st.booleans(),
+)
+def test_attend_equals_plain_attention(dtype, heads, width, past, tokens, mask, causal):
+    hq, hkv = heads
+    driver = Driver(size=2, layers=1, heads=hkv, width=width, dtype=dtype, hot="64KiB")
+    if past:
+        k = driver.random(past, hkv, width)
+        attend(driver, driver.random(past, hq, width), k, driver.random(past, hkv, width))
+    total = past + tokens
+    kv_mask = bias = None
+    if mask == "padding":
+        kv_mask = torch.rand(2, total + 3) > 0.3
+        kv_mask[:, -1] = True
+    elif mask == "full":
+        kv_mask = torch.zeros(2, total, dtype=torch.bool)  # B08: nothing to see
+    elif mask == "bool":
+        bias = torch.rand(2, 1, tokens, total) > 0.3
+    elif mask == "float":
+        bias = torch.randn(1, hq, tokens, total)
+    elif mask == "row":
+        bias = torch.zeros(1, 1, tokens, total)
+        bias[:, :, 0] = -math.inf
+    q = driver.random(tokens, hq, width)
+    k, v = driver.random(tokens, hkv, width), driver.random(tokens, hkv, width)
+    out, expected = attend(driver, q, k, v, causal=causal, kv_mask=kv_mask, bias=bias)
+    assert out.dtype == dtype
+    assert torch.isfinite(out).all()
+    assert (out.double() - expected).abs().max() <= TOLERANCE[dtype]
+
+
+def test_b08_an_additive_row_of_the_smallest_number_gives_the_mean():
+    driver = Driver(layers=1)
+    k = torch.randn(1, 2, 3, 16)
+    v = torch.randn(1, 2, 3, 16)
+    bias = torch.full((1, 1, 3, 3), torch.finfo(torch.float32).min)
+    out, _ = attend(driver, torch.randn(1, 2, 3, 16), k, v, causal=False, bias=bias)
+    assert (out - v.mean(2, keepdim=True)).abs().max() < 1e-6
+
+
+def test_b04_uniform_probe_of_a_continuation():
+    driver = Driver(layers=1, heads=1)
+    values = torch.arange(8.0).view(1, 1, 8, 1).expand(1, 1, 8, 16)
+    zeros = torch.zeros(1, 1, 8, 16)
+    attend(driver, zeros[:, :, :5], zeros[:, :, :5], values[:, :, :5])
+    out, _ = attend(driver, zeros[:, :, :3], zeros[:, :, :3], values[:, :, 5:])
+    assert torch.allclose(out[0, 0, :, 0], torch.tensor([2.5, 3.0, 3.5]))
+
+
+def test_b20_strided_inputs_equal_contiguous_ones():
+    fused = torch.randn(2, 40, 3, 2, 16)
+    q, k, v = (x.transpose(1, 2) for x in fused.unbind(2))
+    views = {
+        "fused": (q, k, v),
+        "expanded": (q, k[:, :1].expand(-1, 2, -1, -1), v),
+        "stride 2": (q, torch.randn(2, 2, 40, 32)[..., ::2], v),
+    }
+    for name, tensors in views.items():
+        outs = []
+        for make in (lambda x: x, torch.Tensor.contiguous):
+            driver = Driver(size=2, layers=1)
+            a, b, c = (make(x) for x in tensors)
+            attend(driver, a[:, :, :39], b[:, :, :39], c[:, :, :39])
+            outs.append(attend(driver, a[:, :, 39:], b[:, :, 39:], c[:, :, 39:])[0])
+        assert torch.equal(*outs), name
+
+
+def test_b22_query_heads_read_their_own_kv_head():
+    for hq, hkv in ((12, 2), (28, 4), (14, 2), (7, 1), (40, 8), (5, 5)):
+        driver = Driver(layers=1, heads=hkv)
+        v = torch.arange(float(hkv)).view(1, hkv, 1, 1).expand(1, hkv, 5, 16).contiguous()
+        q, k = torch.randn(1, hq, 5, 16), torch.randn(1, hkv, 5, 16)
+        out, _ = attend(driver, q, k, v)
+        assert torch.allclose(out[0, :, 0, 0], (torch.arange(hq) // (hq // hkv)).float())
+
+
+def test_b16_an_empty_batch_is_no_error():
+    rows = torch.empty(256, 0, dtype=torch.int32)
+    k = torch.empty(0, 2, 1, 16)
+    token = torch.ops.kvpass.append(k, k, rows, 0, BLOCK)
+    q = torch.empty(0, 6, 1, 16)
+    out = torch.ops.kvpass.attend(q, k, k, token, rows, 0, BLOCK, 1.0, True, None, None)
+    assert out.shape == (0, 6, 1, 16)
+
+
+def test_fakes_tell_the_truth():
+    driver = Driver(size=2, layers=1, width=16, width_v=24)
+    q, k, v = driver.random(3, 6, 16), driver.random(3, 2, 16), driver.random(3, 2, 24)
+    checks = ("test_schema", "test_faketensor")
+    with driver.manager.step(driver.batch, 3, [0]) as rows:
+        arguments = (k, v, rows, 0, BLOCK)
+        torch.library.opcheck(torch.ops.kvpass.append.default, arguments, test_utils=checks)
+        token = torch.ops.kvpass.append(*arguments)
+        arguments = (q, k, v, token, rows, 0, BLOCK, 0.3, True, None, None)
+        torch.library.opcheck(torch.ops.kvpass.attend.default, arguments, test_utils=checks)
+        assert torch.ops.kvpass.attend(*arguments).shape == (2, 6, 3, 24)
