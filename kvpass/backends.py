@@ -22,7 +22,7 @@ from kvpass.errors import KVPassWarning
 from kvpass.graph.find import find_sites
 from kvpass.graph.legality import graph_refusal
 from kvpass.graph.report import GraphReport, observe, report_graph
-from kvpass.graph.rewrite import rewrite
+from kvpass.graph.rewrite import keep_effects, rewrite
 from kvpass.runtime.manager import Manager
 from kvpass.runtime.table import normalize
 from kvpass.step import RewrittenGraph
@@ -73,12 +73,19 @@ def backend(
     if refusal is not None:
         _warn_once(f"attention is not rewritten: {refusal}")
     if refusal is not None or not result.sites:
-        return compile_inner(gm, list(example_inputs), config)
+        extra = keep_effects(gm.graph)
+        gm.recompile()
+        whole = compile_inner(gm, list(example_inputs), config)
+        return whole if not extra else lambda *args: _without_last(whole(*args), extra)
     plan = rewrite(gm, result.sites, config.memory.block_size)
     examples = [node.meta["example_value"] for node in gm.graph.nodes if node.op == "placeholder"]
     inner = compile_inner(gm, examples, config)
     device = result.sites[0].query.meta["example_value"].device
     return RewrittenGraph(plan, inner, config, device, manager_for)
+
+
+def _without_last(outputs: Any, extra: int) -> Any:
+    return type(outputs)(list(outputs)[: len(outputs) - extra])
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
@@ -96,7 +103,7 @@ def manager_for(config: Config, device: torch.device) -> Manager:
     """The manager shared by the functional caches of one configuration on one device."""
     key = (config.model_dump_json(), normalize(device))
     with _lock:
-        if key not in _managers:
+        if key not in _managers or not _managers[key].usable:
             _managers[key] = Manager(config, device)
         return _managers[key]
 

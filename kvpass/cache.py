@@ -43,6 +43,7 @@ class TieredState:
         self.max_tokens = max_tokens
         self.manager: Manager | None = None
         self.batch: Batch | None = None
+        self._finalizer: Any = None
         self._lock = threading.Lock()
         self._warned = False
 
@@ -65,7 +66,7 @@ class TieredState:
                 )
             if self.batch is None:
                 self.batch = self.manager.new_batch(size, self.layers, self.max_tokens)
-                self.manager.lease(self, self.batch)
+                self._finalizer = self.manager.lease(self, self.batch)
             batch = self.batch
             if batch.size != size:
                 raise ShapeError(
@@ -112,10 +113,11 @@ class TieredState:
         with self._lock:
             old, self.batch = self.batch, batch
             if self.manager is not None:
+                if self._finalizer is not None:
+                    self._finalizer.detach()
                 if old is not None:
                     self.manager.release(old)
-                if batch is not None:
-                    self.manager.lease(self, batch)
+                self._finalizer = None if batch is None else self.manager.lease(self, batch)
 
 
 class TieredCache:

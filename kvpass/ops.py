@@ -72,7 +72,11 @@ def _attend_cpu(
             q, k_new, v_new, token, rows, layer, block_size, scale, causal, kv_mask, bias
         )
     batch = directory.batch_of(rows)
-    out = cpu_ops.attend(batch, layer, q, k_new, v_new, scale, causal, kv_mask, bias)
+    # Under autocast the products below would round to 16 bits, whatever the dtype of the cache.
+    with torch.autocast("cpu", enabled=False):
+        out = cpu_ops.attend(
+            batch, layer, q, k_new, v_new, scale, causal, kv_mask, _full(bias, q.shape[2])
+        )
     return out.transpose(1, 2)
 
 
@@ -100,6 +104,7 @@ def _attend_cuda(
     import triton_ops
 
     out: Any
+    bias = _full(bias, q.shape[2])
     tables = tables_for(q.device)
     if q.shape[2] == 1:
         out = triton_ops.attend_decode(
@@ -131,6 +136,21 @@ def _attend_cuda(
         bias=bias,
     )
     return _token_major(out)
+
+
+def _full(bias: Tensor | None, queries: int) -> Tensor | None:
+    """A mask or bias of any broadcastable shape as ``[B|1, Hq|1, queries, keys]``, by strides."""
+    if bias is None:
+        return None
+    while bias.dim() < 4:
+        bias = bias.unsqueeze(0)
+    size, heads, rows, columns = bias.shape
+    # The number of keys is on the device only; one column stands for as many as there may be.
+    columns = _MANY if columns == 1 else columns
+    return bias.expand(size, heads, queries if rows == 1 else rows, columns)
+
+
+_MANY = 1 << 30
 
 
 def _token_major(out: Tensor) -> Tensor:

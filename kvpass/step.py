@@ -44,30 +44,29 @@ class RewrittenGraph:
         self.config = config
         self.device = device
         self._manager_for = manager_for
-        self._functional = _Functional(plan.functional) if plan.functional else None
+        self._functional = [_Functional(sites) for sites in plan.functional]
 
     def __call__(self, *args: Any) -> Any:
         """Run one step."""
         plan = self.plan
         sizes = _Sizes(plan.symbols, args)
         rows: list[Tensor] = []
+        leases: list[Lease] = []
         with ExitStack() as steps:
             for group in plan.tiered:
                 rows.append(steps.enter_context(self._tiered_step(group, args, sizes)))
-            lease = None
-            if self._functional is not None:
+            for functional in self._functional:
                 manager = self._manager_for(self.config, self.device)
-                lease = self._functional.open(manager, args, sizes, self.config)
-                tokens = sizes.of(plan.functional[0].shape.tokens)
-                layers = range(len(plan.functional))
-                for layer in layers:
-                    stored = lease.batch.lengths[layer]
-                    _check_mask(plan.functional[layer].shape, stored + tokens, sizes)
-                rows.append(steps.enter_context(manager.step(lease.batch, tokens, layers)))
+                lease = functional.open(manager, args, sizes, self.config)
+                rows.append(steps.enter_context(functional.step(manager, lease, sizes)))
+                leases.append(lease)
             outputs = self.inner(*[args[i] if i >= 0 else rows[-1 - i] for i in plan.inputs])
-        if lease is None or self._functional is None:
+        if not leases and not plan.extra:
             return outputs
-        return self._functional.close(lease, list(outputs), type(outputs))
+        values = list(outputs)[: len(outputs) - plan.extra]
+        for functional, lease in zip(self._functional, leases, strict=True):
+            functional.close(lease, values)
+        return type(outputs)(values)
 
     def _tiered_step(self, group: TieredGroup, args: Sequence[Any], sizes: _Sizes) -> Any:
         state = directory.tiered(args[group.handle])
@@ -160,6 +159,13 @@ class _Functional:
             lease.batch.define(layer, _geometry(site.shape, config.memory.block_size))
         return lease
 
+    def step(self, manager: Manager, lease: Lease, sizes: _Sizes) -> Any:
+        """The step that appends this call's tokens."""
+        tokens = sizes.of(self.sites[0].shape.tokens)
+        for layer, site in enumerate(self.sites):
+            _check_mask(site.shape, lease.batch.lengths[layer] + tokens, sizes)
+        return manager.step(lease.batch, tokens, range(len(self.sites)))
+
     def _same_batch(self, contents: list[Content], manager: Manager) -> Lease | None:
         """The lease of handles that are the layers of one batch, in order; else None."""
         first = contents[0]
@@ -207,7 +213,7 @@ class _Functional:
                 torch.ops.kvpass.append(k, v, rows, layer, config.memory.block_size)
         return lease
 
-    def close(self, lease: Lease, outputs: list[Any], kind: type) -> Any:
+    def close(self, lease: Lease, outputs: list[Any]) -> None:
         """Put handles where the graph returned keys and values."""
         batch: Batch = lease.batch
         for layer, site in enumerate(self.sites):
@@ -223,7 +229,6 @@ class _Functional:
                     handle = KVHandle.of(content, size, shape.dtype)
                     for position in positions:
                         outputs[position] = handle
-        return kind(outputs)
 
 
 def _dense(past: Tensor) -> Tensor:

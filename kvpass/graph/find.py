@@ -8,7 +8,15 @@ import math
 import torch
 from torch import fx
 
-from kvpass.graph.kv import NoSource, Operand, check_new, find_source, kv_heads, unrepeat
+from kvpass.graph.kv import (
+    NoSource,
+    Operand,
+    check_new,
+    find_source,
+    is_update,
+    kv_heads,
+    unrepeat,
+)
 from kvpass.graph.legality import site_refusal
 from kvpass.graph.mask import MaskReader, Reading
 from kvpass.graph.score import (
@@ -83,7 +91,25 @@ class _Finder:
                 is_softmax(node) and looks_like_attention(node, self.live)
             ):
                 self._try(node)
+        self._refuse_repeated_updates()
         return self.result
+
+    def _refuse_repeated_updates(self) -> None:
+        """Two updates of one layer in a graph: which tokens each attention sees is not static."""
+        counts: dict[tuple[object, object], int] = {}
+        for node in self.nodes:
+            if is_update(node):
+                key = (node.args[2], node.args[3])
+                counts[key] = counts.get(key, 0) + 1
+        kept: list[AttentionSite] = []
+        for site in self.result.sites:
+            update = site.source.update
+            if update is not None and counts[update.args[2], update.args[3]] > 1:
+                reason = "this layer of the TieredCache is updated more than once in the graph"
+                self.result.refusals.append(Refusal(site.anchor, site.module, reason, "tiered"))
+            else:
+                kept.append(site)
+        self.result.sites = kept
 
     def _opaque(self, node: fx.Node) -> str | None:
         if node.op != "call_function":
@@ -281,6 +307,10 @@ class _Finder:
                     )
                 node = node.args[0]
                 tensor = need_tensor(node, "the mask")
+            if tensor.dtype != torch.bool:
+                raise NotMatched(
+                    f"the mask {node.name} is {tensor.dtype} under a negation: make it bool first"
+                )
         elif tensor.dtype not in (need_tensor(chain.query, "the query").dtype, torch.float32):
             raise NotMatched(f"the mask {node.name} is {tensor.dtype}, not the dtype of the query")
         shape = shape_of(node) or ()

@@ -8,6 +8,7 @@ served the old attention (concatenation, repetition, mask) is erased, nothing el
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,15 +77,17 @@ class Plan:
     Attributes:
         inputs: for each input of the new graph: index of an old input, or the number of the rows
             tensor (tiered groups first, then the functional group) as ``-1 - number``.
-        tiered: TieredCache groups.
-        functional: functional sites, in program order; they share one batch.
+        tiered: TieredCache groups; the sites of a group have the same batch and new tokens.
+        functional: groups of functional sites, in program order; a group shares one batch.
+        extra: outputs at the end that only keep effects alive; the caller drops them.
         symbols: symbol to (input index, dimension or None) it can be read from.
         rewritten: number of sites.
     """
 
     inputs: list[int] = field(default_factory=list)
     tiered: list[TieredGroup] = field(default_factory=list)
-    functional: list[FunctionalSite] = field(default_factory=list)
+    functional: list[list[FunctionalSite]] = field(default_factory=list)
+    extra: int = 0
     symbols: dict[Any, tuple[int, int | None]] = field(default_factory=dict)
     rewritten: int = 0
 
@@ -146,48 +149,60 @@ def rewrite(gm: fx.GraphModule, sites: list[AttentionSite], block_size: int) -> 
     number = {node: i for i, node in enumerate(placeholders)}
     plan.symbols = _symbols(placeholders)
     rows = _Rows(graph, placeholders)
-    groups: dict[fx.Node, TieredGroup] = {}
-    group_rows: dict[fx.Node, fx.Node] = {}
-    output = next(node for node in reversed(graph.nodes) if node.op == "output")
-    returned = list(output.args[0]) if isinstance(output.args[0], (tuple, list)) else None
+    groups: dict[tuple[Any, ...], tuple[TieredGroup, fx.Node]] = {}
     tiered = [site for site in sites if site.source.form == "tiered"]
     functional = [site for site in sites if site.source.form == "functional"]
+    handles: set[fx.Node] = set()
     for site in tiered:
         update = site.source.update
         assert update is not None
-        handle, layer = update.args[2], update.args[3]
-        assert isinstance(handle, fx.Node) and isinstance(layer, int)
-        size = update.args[5]
-        assert isinstance(size, int)
-        if handle not in groups:
-            groups[handle] = TieredGroup(number[handle], size)
-            plan.tiered.append(groups[handle])
-            group_rows[handle] = rows.add(_example(_k_new(site)))
-        groups[handle].layers[layer] = _shape_of(site)
-        _replace(graph, site, group_rows[handle], layer, size)
-    functional_rows = rows.add(_example(_k_new(functional[0]))) if functional else None
-    for layer, site in enumerate(functional):
-        assert functional_rows is not None
-        source = site.source
-        out_k, out_v = _positions(returned, source.keys), _positions(returned, source.values)
-        plan.functional.append(
-            FunctionalSite(
-                None if source.past_k is None else number[source.past_k],
-                None if source.past_v is None else number[source.past_v],
-                out_k,
-                out_v,
-                _shape_of(site),
+        handle, layer, size = update.args[2], update.args[3], update.args[5]
+        assert isinstance(handle, fx.Node) and isinstance(layer, int) and isinstance(size, int)
+        handles.add(handle)
+        shape = _shape_of(site)
+        key = (handle, shape.batch, shape.tokens)
+        if key not in groups:
+            group = TieredGroup(number[handle], size)
+            plan.tiered.append(group)
+            groups[key] = (group, rows.add(_example(_k_new(site))))
+        group, node = groups[key]
+        group.layers[layer] = shape
+        _replace(graph, site, node, layer, size)
+    families: dict[tuple[Any, ...], list[AttentionSite]] = {}
+    for site in functional:
+        shape = _shape_of(site)
+        families.setdefault((shape.batch, shape.tokens), []).append(site)
+    for family in families.values():
+        node = rows.add(_example(_k_new(family[0])))
+        for layer, site in enumerate(family):
+            _replace(graph, site, node, layer, block_size)
+    # Only now: an attention's own output may be returned, and has just been replaced.
+    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    kind = type(output.args[0])
+    returned = list(output.args[0]) if isinstance(output.args[0], (tuple, list)) else None
+    for family in families.values():
+        members: list[FunctionalSite] = []
+        for site in family:
+            source = site.source
+            out_k, out_v = _positions(returned, source.keys), _positions(returned, source.values)
+            members.append(
+                FunctionalSite(
+                    None if source.past_k is None else number[source.past_k],
+                    None if source.past_v is None else number[source.past_v],
+                    out_k,
+                    out_v,
+                    _shape_of(site),
+                )
             )
-        )
-        _replace(graph, site, functional_rows, layer, block_size)
-        for position in (*out_k, *out_v):
-            assert returned is not None
-            returned[position] = None
+            for position in (*out_k, *out_v):
+                assert returned is not None
+                returned[position] = None
+        plan.functional.append(members)
     if functional and returned is not None:
-        output.args = (type(output.args[0])(returned),)
+        output.args = (kind(returned),)
     _erase_dead(graph, sites)
     for node in placeholders:
-        gone = node in groups or any(
+        gone = node in handles or any(
             node in (site.source.past_k, site.source.past_v) for site in functional
         )
         if gone and not node.users:
@@ -195,9 +210,38 @@ def rewrite(gm: fx.GraphModule, sites: list[AttentionSite], block_size: int) -> 
         else:
             plan.inputs.append(number[node])
     plan.inputs.extend(-1 - i for i in range(len(rows.nodes)))
+    plan.extra = keep_effects(graph)
     graph.lint()
     gm.recompile()
     return plan
+
+
+def keep_effects(graph: fx.Graph) -> int:
+    """Return what only matters for its effect, so that no compiler drops it as dead.
+
+    A cache may be filled in a graph that uses nothing of the attention behind it: the last layer
+    of a prompt whose logits are not asked for, say.
+
+    Returns:
+        Outputs added at the end; the caller drops them.
+    """
+    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    if not isinstance(output.args[0], (tuple, list)):
+        return 0
+    live = _ancestors([output])
+    extra: list[fx.Node] = []
+    for node in graph.nodes:
+        if node in live or node.op != "call_function":
+            continue
+        if node.target is torch.ops.kvpass.append.default:
+            extra.append(node)
+        elif node.target is torch.ops.kvpass.cache_update.default:
+            with graph.inserting_after(node):
+                keys = graph.call_function(operator.getitem, (node, 0))
+            keys.meta["example_value"] = _example(node)[0]
+            extra.append(keys)
+    output.args = (type(output.args[0])([*output.args[0], *extra]),)
+    return len(extra)
 
 
 class _Rows:

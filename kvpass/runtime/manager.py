@@ -12,6 +12,7 @@ the next writer's stream waits for.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import deque
@@ -56,13 +57,15 @@ class Manager:
             self.tiers,
             copier_for(self.device),
             self.counters,
-            self._all_blocks,
+            _blocks_of(weakref.ref(self)),
             config.memory.min_frequency,
         )
         self.before_step: Callable[[Manager, Batch], None] | None = None
         self._lock = threading.RLock()
         self._batches: list[Batch] = []
         self._dead: deque[Batch] = deque()
+        self._process = os.getpid()
+        weakref.finalize(self, _close, self._batches).atexit = False
 
     # ---------------------------------------------------------------- batches
 
@@ -83,10 +86,25 @@ class Manager:
             self._batches.append(batch)
             return batch
 
-    def lease(self, owner: object, batch: Batch) -> None:
-        """Release ``batch`` when ``owner`` is garbage collected (from any thread, at any time)."""
+    def lease(self, owner: object, batch: Batch) -> weakref.finalize[..., object]:
+        """Release ``batch`` when ``owner`` is garbage collected (from any thread, at any time).
+
+        Returns:
+            The finalizer; detach it when another batch takes this one's place.
+        """
         # A deque append takes no lock, so a collection inside our own locked code is harmless.
-        weakref.finalize(owner, self._dead.append, batch).atexit = False
+        finalizer = weakref.finalize(owner, self._dead.append, batch)
+        finalizer.atexit = False
+        return finalizer
+
+    def _check(self, batch: Batch) -> None:
+        if self._process != os.getpid():
+            raise CacheStateError(
+                "this cache was made before os.fork(): parent and child would write to the same "
+                "memory; make a new cache in the child"
+            )
+        if batch.released:
+            raise CacheStateError("this cache was released; make a new one")
 
     def release(self, batch: Batch) -> None:
         """Give back all blocks of a batch; safe to call twice."""
@@ -98,6 +116,11 @@ class Manager:
                     self._drop(batch, blocks, 0)
             batch.release_rows()
             self._batches.remove(batch)
+
+    @property
+    def usable(self) -> bool:
+        """False in a process forked from the one that made the manager."""
+        return self._process == os.getpid()
 
     def _bury(self) -> None:
         while self._dead:
@@ -137,8 +160,7 @@ class Manager:
         """First half of :meth:`step`."""
         with self._lock:
             self._bury()
-            if batch.released:
-                raise CacheStateError("this cache was released; make a new one")
+            self._check(batch)
             if batch.active is not None:
                 self._begin_nested(batch, tokens, layers)
                 return
@@ -396,8 +418,7 @@ class Manager:
 
     def _idle(self, batch: Batch) -> None:
         self._bury()
-        if batch.released:
-            raise CacheStateError("this cache was released; make a new one")
+        self._check(batch)
         if batch.active is not None:
             raise CacheStateError("this cache is in a step; wait until it ends")
         self.mover.collect()
@@ -409,9 +430,9 @@ class Manager:
             ``[B, Hkv, length, Dk]`` and ``[B, Hkv, length, Dv]``.
         """
         with self._lock:
-            if batch.released:
-                raise CacheStateError("this cache was released; make a new one")
-            return cpu_ops.gather(batch, layer, length)
+            self._check(batch)
+            with torch.autocast("cpu", enabled=False):
+                return cpu_ops.gather(batch, layer, length)
 
     def settle(self) -> None:
         """Wait for all copies in flight and account for them; for tests and measurements."""
@@ -466,3 +487,19 @@ class Manager:
                 sequences=sum(batch.size for batch in self._batches),
                 counters=replace(self.counters),
             )
+
+
+def _blocks_of(manager: weakref.ref[Manager]) -> Callable[[], list[Block]]:
+    """All blocks of a manager, without keeping it alive: its memory goes with its last cache."""
+
+    def blocks() -> list[Block]:
+        alive = manager()
+        return [] if alive is None else alive._all_blocks()
+
+    return blocks
+
+
+def _close(batches: list[Batch]) -> None:
+    """The manager is gone: give its table rows back (its slots go with it)."""
+    for batch in batches:
+        batch.release_rows()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 
 import torch
 
@@ -34,6 +35,7 @@ class RowTables:
         self.heat = torch.zeros(MAX_ROWS, dtype=torch.int64, device=device)
         self.max_blocks = 1
         self._free = list(reversed(range(MAX_ROWS)))
+        self._returned: deque[list[int]] = deque()
         self._lock = threading.Lock()
 
     def take(self, count: int) -> list[int]:
@@ -43,6 +45,8 @@ class RowTables:
             OutOfMemoryError: more sequences x layers are alive than there are rows.
         """
         with self._lock:
+            while self._returned:
+                self._free.extend(self._returned.popleft())
             if count > len(self._free):
                 raise OutOfMemoryError(
                     f"{count} table rows asked for, {len(self._free)} of {MAX_ROWS} left: "
@@ -51,9 +55,8 @@ class RowTables:
             return [self._free.pop() for _ in range(count)]
 
     def give(self, rows: list[int]) -> None:
-        """Return rows."""
-        with self._lock:
-            self._free.extend(rows)
+        """Return rows; takes no lock, for a finalizer may call it at any time."""
+        self._returned.append(rows)
 
 
 _TABLES: dict[torch.device, RowTables] = {}

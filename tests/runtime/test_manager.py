@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import threading
 
@@ -12,7 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpass.errors import CacheStateError, CapacityError, OutOfMemoryError, ShapeError
+import kvpass
+from kvpass.errors import (
+    CacheStateError,
+    CapacityError,
+    KVPassWarning,
+    OutOfMemoryError,
+    ShapeError,
+)
 from kvpass.runtime.batch import Batch
 from kvpass.runtime.geometry import BlockGeometry
 from kvpass.runtime.manager import Manager
@@ -20,6 +28,11 @@ from tests.runtime.harness import BLOCK, Driver
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def _free_rows(manager: Manager) -> int:
+    manager.tables.take(0)  # fetches what finalizers have returned
+    return len(manager.tables._free)
 
 
 def scramble(seed: int):
@@ -221,7 +234,7 @@ def test_forks_share_full_blocks_and_copy_on_write():
 def test_released_batches_give_everything_back():
     driver = Driver(size=3)
     manager = driver.manager
-    rows_before = len(manager.tables._free)
+    rows_before = _free_rows(manager)
     other = Driver(size=2, manager=manager)
     other.append(100)
 
@@ -237,7 +250,7 @@ def test_released_batches_give_everything_back():
     assert other.batch.released
     assert manager.tiers.hot.used == 0
     assert manager.tiers.cold.used == 0
-    assert len(manager.tables._free) == rows_before
+    assert _free_rows(manager) == rows_before
     with pytest.raises(CacheStateError, match="released"):
         manager.begin(other.batch, 1, [0])
 
@@ -327,3 +340,48 @@ def test_four_threads_with_their_own_batches():
     assert not errors
     for driver in drivers:
         driver.check()
+
+
+def test_dead_caches_give_their_rows_back():
+    """The manager of a TieredCache dies with it; its table rows must not."""
+
+    class Config:
+        num_hidden_layers = 200
+
+    x = torch.zeros(64, 1, 1, 16)
+    for _ in range(12):  # 12 x 12,800 rows, of 65,536
+        cache = kvpass.TieredCache(Config(), 32, block_size=32)
+        cache._state.bind(64, x.device, {0: BlockGeometry(1, 16, 16, x.dtype, 32)}, 1)
+        del cache
+        gc.collect()
+
+
+def test_reordering_leaves_no_batches_behind():
+    class Config:
+        num_hidden_layers = 1
+
+    cache = kvpass.TieredCache(Config(), 64, block_size=32)
+    x = torch.randn(2, 1, 3, 16)
+    with pytest.warns(KVPassWarning):
+        cache.update(x, x, 0)
+    for _ in range(50):
+        cache.select([1, 0])
+    gc.collect()
+    assert len(cache.manager._batches) == 1
+    assert sum(isinstance(o, Batch) and not o.released for o in gc.get_objects()) >= 1
+    assert len([o for o in gc.get_objects() if isinstance(o, Batch) and o.layers == 1]) < 10
+
+
+def test_a_forked_child_cannot_write_into_its_parents_blocks():
+    driver = Driver(hot=1)
+    driver.append(100)
+    child = os.fork()
+    if child == 0:
+        try:
+            driver.manager.begin(driver.batch, 1, driver.layers)
+        except CacheStateError as error:
+            os._exit(17 if "fork" in str(error) else 1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 17
+    driver.check()
