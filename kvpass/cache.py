@@ -85,7 +85,12 @@ class TieredState:
             return self.manager, batch
 
     def update_dense(self, k: Tensor, v: Tensor, layer: int, past: int) -> tuple[Tensor, Tensor]:
-        """Append outside a rewritten graph, and return dense copies of everything."""
+        """Append outside a rewritten graph, and return dense copies of everything.
+
+        Raises:
+            ShapeError: k and v do not belong together, or there is no such layer.
+        """
+        _check_pair(k, v, layer, self.layers)
         if not self._warned:
             self._warned = True
             warnings.warn(
@@ -193,7 +198,20 @@ class TieredCache:
 
         Returns:
             ``[B, Hkv, stored + n, Dk]`` and ``[B, Hkv, stored + n, Dv]``.
+
+        Raises:
+            CapacityError: more than ``max_tokens`` tokens.
+            ShapeError: keys and values do not belong together or to this cache, or there is no
+                such layer.
+            UnsupportedError: they are on the device ``meta``.
         """
+        if not 0 <= layer_idx < len(self._lengths):
+            raise _no_layer(layer_idx, len(self._lengths))
+        if key_states.device.type == "meta" or value_states.device.type == "meta":
+            raise UnsupportedError(
+                "keys and values on the device 'meta' have no numbers to keep: load the model to a "
+                "real device, or call it with use_cache=False"
+            )
         past = self._lengths[layer_idx]
         keys, values = torch.ops.kvpass.cache_update(
             key_states, value_states, self._handle, layer_idx, past, self.block_size
@@ -266,6 +284,24 @@ class TieredCache:
             copy._state.replace(state.manager.fork(state.batch, range(state.batch.size)))
         return copy
 
+    def __copy__(self) -> TieredCache:
+        """Another name for the same sequences, as a shallow copy is."""
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__)
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: blocks belong to the process.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            f"a {type(self).__name__} cannot be pickled or saved, its blocks belong to this "
+            "process: save the token ids and run them again, or take copy.deepcopy for a cache of "
+            "its own in this process"
+        )
+
     def __repr__(self) -> str:
         """Length, capacity and hot size."""
         return (
@@ -276,3 +312,27 @@ class TieredCache:
 
 def _is_transformers(config: Any) -> bool:
     return any(base.__module__.startswith("transformers.") for base in type(config).__mro__)
+
+
+def _no_layer(layer: int, layers: int) -> ShapeError:
+    return ShapeError(f"layer {layer} of a cache made for {layers} layers: 0..{layers - 1}")
+
+
+def _check_pair(k: Tensor, v: Tensor, layer: int, layers: int) -> None:
+    """Refuse new keys and values that do not belong together.
+
+    Raises:
+        ShapeError: rank, batch, heads, tokens, dtype or device differ; or no such layer.
+    """
+    if not 0 <= layer < layers:
+        raise _no_layer(layer, layers)
+    pair = [f"{tuple(x.shape)} {x.dtype} on {x.device}" for x in (k, v)]
+    if k.ndim != 4 or v.ndim != 4:
+        wrong = "must both be [batch, heads, tokens, channels]"
+    elif k.shape[:3] != v.shape[:3]:
+        wrong = "must have the same batch, heads and tokens"
+    elif k.dtype != v.dtype or k.device != v.device:
+        wrong = "must have the same dtype and device"
+    else:
+        return
+    raise ShapeError(f"new keys {pair[0]} and values {pair[1]} {wrong}")

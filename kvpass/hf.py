@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvpass.cache import TieredCache
-from kvpass.errors import CapacityError
+from kvpass.errors import CapacityError, ShapeError
 
 
 class TransformersTieredCache(TieredCache, Cache):
@@ -70,26 +74,42 @@ class TransformersTieredCache(TieredCache, Cache):
         """No layer is linear attention."""
         return False
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: Any) -> None:
         """Remove tokens from the end, as ``DynamicCache.crop`` of transformers 5.17 does.
 
         Args:
-            tokens_to_remove: negative, minus the tokens to remove; 0 removes none; positive (old
-                form) is the length to keep. :meth:`truncate` has no such cases.
+            tokens_to_remove: anything with ``__index__``, also a tensor of one integer. Negative:
+                minus the tokens to remove; 0 removes none; positive (old form): the length to
+                keep. :meth:`truncate` has no such cases.
 
         Raises:
             CapacityError: not an integer.
         """
-        if isinstance(tokens_to_remove, bool) or not isinstance(tokens_to_remove, int):
-            raise CapacityError(f"crop({tokens_to_remove!r}): give a whole number of tokens")
-        if tokens_to_remove < 0:
-            self.truncate(max(0, min(self._lengths) + tokens_to_remove))
-        elif tokens_to_remove > 0:
-            self.truncate(tokens_to_remove)
+        given = tokens_to_remove
+        try:
+            if isinstance(given, bool) or (isinstance(given, Tensor) and given.dtype == torch.bool):
+                raise TypeError
+            count = operator.index(given)
+        except TypeError:
+            raise CapacityError(f"crop({given!r}): give a whole number of tokens") from None
+        if count < 0:
+            self.truncate(max(0, min(self._lengths) + count))
+        elif count > 0:
+            self.truncate(count)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder the sequences for beam search."""
-        self.select(beam_idx.tolist())
+        """Reorder the sequences for beam search.
+
+        Args:
+            beam_idx: int ``[B']``, as for :meth:`batch_select_indices`.
+
+        Raises:
+            ShapeError: not a vector of integers, or out of range.
+        """
+        beam_idx = torch.as_tensor(beam_idx)
+        if beam_idx.dtype == torch.bool:
+            raise ShapeError("reorder_cache takes indices, not a bool mask: batch_select_indices")
+        self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence; full blocks are shared."""
@@ -98,8 +118,16 @@ class TransformersTieredCache(TieredCache, Cache):
             self.select([s for s in range(size) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the given sequences."""
-        self.select(indices.tolist())
+        """Keep the given sequences, as ``tensor[indices]`` does.
+
+        Args:
+            indices: int ``[B']``, negative ones count from the end; or a bool mask ``[B]``.
+
+        Raises:
+            ShapeError: of another shape or dtype, or out of range.
+        """
+        if self._state.batch is not None:
+            self.select(_sequences(torch.as_tensor(indices), self._state.batch.size))
 
     def activate_past_recording(self) -> None:
         """Nothing to do: all tokens are kept."""
@@ -110,3 +138,21 @@ class TransformersTieredCache(TieredCache, Cache):
     def __repr__(self) -> str:
         """Length, capacity and hot size."""
         return TieredCache.__repr__(self)
+
+
+def _sequences(indices: Tensor, size: int) -> list[int]:
+    """Indices 0..size-1 from indices or a mask, see ``batch_select_indices``."""
+    kind = f"{indices.dtype} {tuple(indices.shape)}"
+    if indices.dtype == torch.bool:
+        if indices.shape != (size,):
+            raise ShapeError(f"a mask {kind} of {size} sequences: give one of shape ({size},)")
+        indices = indices.nonzero().flatten()
+    elif indices.ndim != 1 or (
+        indices.numel() and (indices.is_floating_point() or indices.is_complex())
+    ):
+        raise ShapeError(f"indices {kind}: give a vector of integers, or a bool mask")
+    chosen: list[int] = [int(i) for i in indices.tolist()]
+    bad = [i for i in chosen if not -size <= i < size]
+    if bad:
+        raise ShapeError(f"sequence {bad[0]} of a batch of {size}: give -{size}..{size - 1}")
+    return [i % size for i in chosen]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from kvpass.graph.kv import is_update
 from kvpass.graph.site import AttentionSite
 from kvpass.graph.walk import mutates
 from kvpass.runtime.table import MAX_LAYERS
@@ -235,7 +236,7 @@ def keep_effects(graph: fx.Graph) -> int:
             continue
         if node.target is torch.ops.kvpass.append.default:
             extra.append(node)
-        elif node.target is torch.ops.kvpass.cache_update.default:
+        elif is_update(node):
             with graph.inserting_after(node):
                 keys = graph.call_function(operator.getitem, (node, 0))
             keys.meta["example_value"] = _example(node)[0]
@@ -341,7 +342,7 @@ def _is_pure(node: fx.Node) -> bool:
         return True
     if node.op not in ("call_method", "call_function") or mutates(node):
         return False
-    return node.target is not torch.ops.kvpass.cache_update.default
+    return not is_update(node)
 
 
 def _symbols(placeholders: list[fx.Node]) -> dict[Any, tuple[int, int | None]]:

@@ -4,7 +4,8 @@
 A rewritten graph returns them where the model expects its new cache tensors. Shape, dtype and
 device are right, so code that only asks for the length works unchanged; anything that needs the
 numbers gets a dense copy. A handle means the first ``length`` tokens of its batch for ever: a later
-append through another handle never changes it.
+append through another handle never changes it. Its first tokens are a shorter handle; any other
+view of it is a handle of a part of the copy, so that a write through a view is refused too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from kvpass.errors import KVPassWarning, UnsupportedError
 from kvpass.runtime import directory
@@ -57,15 +58,38 @@ class Content:
         return dense
 
 
+class Part:
+    """What a view of a handle stands for: a part of a dense copy that nothing else can change.
+
+    Attributes:
+        tensor: the part, with the strides of the view.
+    """
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def dense(self) -> Tensor:
+        """Dense copy in the shape of the view, contiguous."""
+        return self.tensor.clone(memory_format=torch.contiguous_format)
+
+
 class KVHandle(Tensor):
     """A tensor ``[B, Hkv, length, D]`` without storage; see the module's description.
 
-    Any op on it works on a dense copy, with one warning, except changing it in place, which raises
-    ``UnsupportedError``.
+    Any op on it works on a dense copy, with one warning, except changing it or a view of it in
+    place, and what needs its memory: both raise ``UnsupportedError``.
+
+    Attributes:
+        ticket: number of what the handle stands for.
+        content: keys or values of a batch; None for other views, and while a graph is traced.
+        part: what another view stands for; None otherwise.
     """
 
     ticket: Tensor
     content: Content | None
+    part: Part | None
 
     @staticmethod
     def __new__(
@@ -75,13 +99,19 @@ class KVHandle(Tensor):
         dtype: torch.dtype,
         device: torch.device,
         content: Content | None = None,
+        part: Part | None = None,
+        strides: Any = None,
     ) -> KVHandle:
         """Wrap a ticket (int64 ``[1]``, see :func:`kvpass.runtime.directory.enroll`)."""
-        handle: KVHandle = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=device
-        )
+        # Autograd makes no view of an inference tensor: a view with a base is no input of a graph.
+        real = content is not None or part is not None
+        with torch.inference_mode(True if real else torch.is_inference_mode_enabled()):
+            handle: KVHandle = torch.Tensor._make_wrapper_subclass(
+                cls, shape, strides=strides, dtype=dtype, device=device
+            )
         handle.ticket = ticket
         handle.content = content
+        handle.part = part
         return handle
 
     @classmethod
@@ -93,6 +123,15 @@ class KVHandle(Tensor):
         torch._dynamo.maybe_mark_dynamic(handle, 2)
         return handle
 
+    @classmethod
+    def of_part(cls, tensor: Tensor) -> KVHandle:
+        """A new handle for a part of a dense copy."""
+        part = Part(tensor)
+        ticket = directory.enroll(part)
+        return cls(
+            ticket, tensor.shape, tensor.dtype, tensor.device, part=part, strides=tensor.stride()
+        )
+
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """The ticket is the only part a compiler sees; the shape comes from outside."""
         return ["ticket"], (self.dtype, self.device)
@@ -103,7 +142,7 @@ class KVHandle(Tensor):
     ) -> KVHandle:
         """Inverse of :meth:`__tensor_flatten__`."""
         dtype, device = context
-        return KVHandle(inner["ticket"], outer_size, dtype, device)
+        return KVHandle(inner["ticket"], outer_size, dtype, device, strides=outer_stride)
 
     def _stable_hash_for_caching(self) -> str:
         """Key for torch's caches of compiled graphs, which do not depend on the numbers."""
@@ -128,6 +167,49 @@ class KVHandle(Tensor):
         """Pickle the numbers, not the handle."""
         return self.dense().__reduce_ex__(protocol)
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """Dense copy as an array."""
+        return self.dense().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """The numbers as nested lists."""
+        return self.dense().tolist()
+
+    def __dlpack__(self, **options: Any) -> Any:  # type: ignore[override]
+        """Dense copy for another library."""
+        return self.dense().__dlpack__(**options)
+
+    def share_memory_(self) -> Any:
+        """Refused.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise _no_memory("share_memory_()")
+
+    def data_ptr(self) -> int:
+        """Refused.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise _no_memory("data_ptr()")
+
+    def _first_tokens(self, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Any:
+        """A slice that is a handle itself, or None; arguments of ``aten.slice``."""
+        content = self.content
+        if content is None or step != 1 or dim not in (2, -2) or start not in (None, 0):
+            return None
+        length = content.length if end is None else int(end)
+        length = min(max(length + content.length if length < 0 else length, 0), content.length)
+        shorter = Content(content.lease, content.layer, content.values, length)
+        size, heads, _, width = self.shape
+        return KVHandle.of(shorter, (size, heads, length, width), self.dtype)
+
+    def _numbers(self) -> Tensor:
+        """Dense tensor to read from, not to change."""
+        return self.dense() if self.part is None else self.part.tensor
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -137,23 +219,52 @@ class KVHandle(Tensor):
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             handle = args[0]
             return KVHandle(
-                handle.ticket, handle.shape, handle.dtype, handle.device, handle.content
+                handle.ticket,
+                handle.shape,
+                handle.dtype,
+                handle.device,
+                handle.content,
+                handle.part,
+                handle.stride(),
             )
-        schema = func._schema
-        written = [
-            value
-            for value, argument in zip(args, schema.arguments, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        if any(isinstance(value, KVHandle) for value in written):
-            raise UnsupportedError(
-                f"{func} changes a KV cache in place that kvpass holds: crop or copy the cache "
-                "through its own methods, or use kvpass.TieredCache"
-            )
+        if func is torch.ops.aten.detach_.default:
+            return args[0]
+        arguments = func._schema.arguments
+        given = [*zip(arguments, args, strict=False)]
+        given += [(a, kwargs[a.name]) for a in arguments[len(args) :] if a.name in kwargs]
+        is_view = False
+        for argument, value in given:
+            if argument.alias_info is None:
+                continue
+            handles = [leaf for leaf in tree_iter(value) if isinstance(leaf, KVHandle)]
+            if handles and argument.alias_info.is_write:
+                raise UnsupportedError(
+                    f"{func} changes a KV cache in place that kvpass holds: .clone() it first, "
+                    "crop or copy the cache through its own methods, or use kvpass.TieredCache"
+                )
+            is_view |= any(handle._is_real() for handle in handles)
+        if is_view and func._can_decompose():
+            # Of an inference tensor even x.to(x.dtype) comes here: its parts know what is a view.
+            return func.decompose(*args, **kwargs)
+        if func is torch.ops.aten.slice.Tensor:
+            shorter = args[0]._first_tokens(*args[1:], **kwargs)
+            if shorter is not None:
+                return shorter
         if not torch.compiler.is_compiling() and type(args) is tuple:
             _warn_once(str(func))
-        args, kwargs = tree_map_only(KVHandle, lambda handle: handle.dense(), (args, kwargs))
-        return func(*args, **kwargs)
+        args, kwargs = tree_map_only(KVHandle, lambda handle: handle._numbers(), (args, kwargs))
+        result = func(*args, **kwargs)
+        return tree_map_only(Tensor, KVHandle.of_part, result) if is_view else result
+
+    def _is_real(self) -> bool:
+        return self.content is not None or self.part is not None
+
+
+def _no_memory(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what} of a KV cache that kvpass holds: its numbers lie in blocks, not in one piece of "
+        "memory; .clone() it first"
+    )
 
 
 _warned = False
