@@ -211,14 +211,15 @@ def test_two_models_with_prompts_of_different_length_in_one_graph():
 
 def shaped_masks():
     def rows(q, k):
-        return torch.arange(q.shape[2])[:, None] + (k.shape[2] - q.shape[2])
+        return torch.arange(q.shape[2], device=q.device)[:, None] + (k.shape[2] - q.shape[2])
 
     def band(q, k):
-        distance = rows(q, k) - torch.arange(k.shape[2])[None]
+        distance = rows(q, k) - torch.arange(k.shape[2], device=q.device)[None]
         return (distance >= 0) & (distance < 45)
 
     def hidden(q, k):
-        return (torch.arange(k.shape[2]) % 7 == 3)[None, None, None].expand(2, 1, 1, -1)
+        hide = torch.arange(k.shape[2], device=q.device) % 7 == 3
+        return hide[None, None, None].expand(2, 1, 1, -1)
 
     def sdpa(mask):
         return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask(q, k))
