@@ -175,7 +175,7 @@ class KVHandle(Tensor):
         """The numbers as nested lists."""
         return self.dense().tolist()
 
-    def __dlpack__(self, **options: Any) -> Any:  # type: ignore[override]
+    def __dlpack__(self, **options: Any) -> Any:
         """Dense copy for another library."""
         return self.dense().__dlpack__(**options)
 
