@@ -250,7 +250,8 @@ class KVHandle(Tensor):
             shorter = args[0]._first_tokens(*args[1:], **kwargs)
             if shorter is not None:
                 return shorter
-        if not torch.compiler.is_compiling() and type(args) is tuple:
+        real = any(isinstance(x, KVHandle) and x._is_real() for x in tree_iter((args, kwargs)))
+        if real and not torch.compiler.is_compiling():  # a tracer's handles are not read
             _warn_once(str(func))
         args, kwargs = tree_map_only(KVHandle, lambda handle: handle._numbers(), (args, kwargs))
         result = func(*args, **kwargs)
