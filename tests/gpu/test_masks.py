@@ -11,7 +11,11 @@ from tests.test_effects import inputs, run_both, shaped_masks, stack
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("name", shaped_masks())
+# SDPA itself refuses a mask of one column on CUDA ("last dimension must be contiguous").
+NAMES = [name for name in shaped_masks() if name != "queries only"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_masks_of_every_shape(name):
     torch._dynamo.reset()
     calls = [x.cuda() for x in inputs(280, 1, 3, 1)]
