@@ -20,6 +20,7 @@ import kvpass.ops  # noqa: F401  # defines the ops that graphs call
 from kvpass.config import Config
 from kvpass.errors import KVPassWarning
 from kvpass.graph.find import find_sites
+from kvpass.graph.kv import is_update
 from kvpass.graph.legality import graph_refusal
 from kvpass.graph.report import GraphReport, observe, report_graph
 from kvpass.graph.rewrite import keep_effects, rewrite
@@ -75,6 +76,10 @@ def backend(
     if refusal is not None or not result.sites:
         extra = keep_effects(gm.graph)
         gm.recompile()
+        if refusal is not None and any(is_update(node) for node in gm.graph.nodes):
+            # A compiler would trace a backward of the cache, which has none; eager only needs it
+            # when somebody calls backward().
+            config = config.merge(inner="eager")
         whole = compile_inner(gm, list(example_inputs), config)
         return whole if not extra else lambda *args: _without_last(whole(*args), extra)
     plan = rewrite(gm, result.sites, config.memory.block_size)

@@ -20,6 +20,7 @@ from kvpass.config import Config
 from kvpass.errors import (
     CacheStateError,
     CapacityError,
+    ConfigError,
     KVPassWarning,
     ShapeError,
     UnsupportedError,
@@ -177,6 +178,11 @@ class TieredCache:
                     f"layer type {kind!r} keeps other state than keys and values: kvpass cannot "
                     "hold it; use the model's own cache"
                 )
+        if "inner" in options:
+            raise ConfigError(
+                f"inner = {options['inner']!r}: a cache compiles nothing; give it to the backend, "
+                'options={"inner": ...}'
+            )
         self.kvpass_config = Config.load(**options)
         self.block_size: int = self.kvpass_config.memory.block_size
         self.max_tokens = max_tokens

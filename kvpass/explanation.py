@@ -14,7 +14,7 @@ from kvpass.backends import backend
 from kvpass.graph.report import GraphReport, SiteReport, observed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """What the pass does to a model.
 
@@ -60,6 +60,10 @@ class Explanation:
                 what = f"left as it was: {site.reason}"
             lines.append(f"  {site.module}: {what}")
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        """The headline: `explain` has printed the rest."""
+        return f"<Explanation: {self.headline}>"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -270,6 +270,22 @@ def test_a_backward_through_a_tiered_cache_is_a_typed_error():
         loss.backward()
 
 
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_a_tiered_cache_runs_where_gradients_are_enabled(inner):
+    """A user who forgot no_grad: right, slow, one warning; only a backward is an error."""
+    model = tiny("llama", num_hidden_layers=1)
+    ids, _ = prompt(1, 12)
+    expected = model(ids).logits
+    compile_with(model, inner)
+    cache = tiered(model)
+    with pytest.warns(KVPassWarning, match="no_grad"):
+        model(ids[:, :8], past_key_values=cache)
+        got = model(ids[:, 8:], past_key_values=cache).logits
+    assert (got - expected[:, 8:]).abs().max() < 1e-5
+    with pytest.raises(UnsupportedError, match="without a cache"):
+        got.sum().backward()
+
+
 def test_training_mode_with_dropout_is_left_alone():
     model = tiny("gpt2", "eager", attn_pdrop=0.5)
     compile_with(model)

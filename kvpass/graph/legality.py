@@ -70,7 +70,7 @@ def graph_refusal(gm: fx.GraphModule) -> str | None:
     if name is None:
         return None
     if torch.is_grad_enabled():
-        return f"gradients are needed ({name}): compile and run under torch.no_grad()"
+        return "gradients are needed: compile and run under torch.no_grad()"
     for node in gm.graph.nodes:
         enables = node.target is torch._C._set_grad_enabled and node.args[:1] != (False,)
         if node.op == "call_function" and enables:

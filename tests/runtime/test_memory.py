@@ -100,6 +100,8 @@ def test_bad_options_and_configs_are_named_at_construction(tmp_path):
         kvpass.TieredCache(Config(), 10, hot="64")
     with pytest.raises(ConfigError, match="resident_tokens"):
         kvpass.TieredCache(Config(), 10, resident_token=5)
+    with pytest.raises(ConfigError, match="inner"):
+        kvpass.TieredCache(Config(), 10, inner="eager")
     with pytest.raises(ConfigError, match="missing"):
         kvpass.TieredCache(Config(), 10, cold_dir=str(tmp_path / "missing"))
     with pytest.raises(UnsupportedError, match="num_hidden_layers"):
