@@ -197,10 +197,12 @@ def test_compiler_that_works_or_fails_or_is_missing(
     assert "python3-dev" in check().fix
 
     monkeypatch.undo()
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
-    assert check().status == "warn"
-    assert "none found" in check().result
-    assert "aot_eager" in check().fix
+    # Not monkeypatch: undoing it deletes the setting, for every later test of the process.
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        assert check().status == "warn"
+        assert "none found" in check().result
+        assert "aot_eager" in check().fix
+    assert torch._inductor.config.cpp.cxx
 
 
 def test_unknown_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
