@@ -20,6 +20,7 @@ class Counters:
         placed_cold_blocks: blocks written to the cold tier directly, for want of hot room.
         spilled_blocks: unfinished blocks that had to live in the cold tier.
         copied_blocks: copies on write.
+        failed_moves: copies between the tiers that failed; the block stays where it was.
         steps: forward passes.
     """
 
@@ -31,6 +32,7 @@ class Counters:
     placed_cold_blocks: int = 0
     spilled_blocks: int = 0
     copied_blocks: int = 0
+    failed_moves: int = 0
     steps: int = 0
 
 

@@ -118,8 +118,11 @@ class Mover:
             if move.error is not None or not block.owners:
                 # The old copy is untouched; a block nobody owns any more goes altogether.
                 self.tiers.free(move.target)
+                self.counters.failed_moves += move.error is not None
                 if not block.owners:
                     self.discard(block)
+                elif move.kind == "store":
+                    self._backlog.append(block)  # tried again when a step ends
             elif move.kind == "store":
                 block.cold = move.target
                 self.counters.stored_blocks += 1

@@ -118,6 +118,28 @@ def test_write_through_happens_once_beside_the_steps():
     driver.check()
 
 
+def test_a_copy_that_fails_is_counted_and_tried_again(monkeypatch):
+    driver = Driver(layers=1)
+
+    def broken(*arguments):
+        raise OSError("bus error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvpass.runtime.migrate.np.copyto", broken)
+        driver.append(BLOCK)
+        for move in list(driver.manager.mover._moves):
+            move.wait()
+        driver.manager.mover.collect()
+    counters = driver.manager.counters
+    assert (counters.failed_moves, counters.stored_blocks) == (1, 0)
+    driver.check()
+    driver.append(1)
+    driver.manager.settle()
+    assert (counters.failed_moves, counters.stored_blocks) == (1, 1)
+    driver.manager.place(driver.batch, lambda *_: False)
+    driver.check()
+
+
 def test_demotion_starts_above_the_threshold_and_needs_rare_access():
     """Both conditions of the description: use above gpu_threshold, and below min_frequency."""
     size = BlockGeometry(2, 16, 16, torch.float32, BLOCK).block_bytes
