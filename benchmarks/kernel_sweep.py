@@ -221,7 +221,6 @@ class Run:
         try:
             for block_n, warps, stages in TILES[: 4 if quick else None]:
                 measure(replace(default, block_n=block_n, num_warps=warps, num_stages=stages))
-            measure(replace(default, peel=False))
             if p.heads == p.kv_heads:
                 for block_n, warps, stages in ((64, 4, 3), (32, 4, 4), (64, 8, 3), (32, 2, 4)):
                     measure(
@@ -302,7 +301,7 @@ def table(lines: list[dict[str, Any]], link: float) -> str:
             c = top.get("config")
             tile = (
                 f"BN{c['block_n']} w{c['num_warps']} st{c['num_stages']} sp{c['splits']} "
-                f"{'dot' if c['use_dot'] else 'sum'}{' peel' if c['peel'] else ''}"
+                f"{'dot' if c['use_dot'] else 'sum'}"
                 if c
                 else ""
             )

@@ -36,5 +36,9 @@ class CheckpointError(KVPassError, ValueError):
     """A checkpoint is missing, damaged, or of a model family that cannot be loaded."""
 
 
+class DownloadError(CheckpointError):
+    """A checkpoint cannot be fetched: no network, or the package index lacks it."""
+
+
 class KVPassWarning(UserWarning):
     """A model or graph is left as it was; the message says why and what to change."""

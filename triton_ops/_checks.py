@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import NamedTuple
 
 import torch
@@ -166,3 +167,16 @@ def device_guard(device: torch.device) -> contextlib.AbstractContextManager[obje
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)
+
+
+@functools.cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def dependent_launch(device: torch.device) -> bool:
+    """Whether a kernel may be launched before the one it depends on ends (Hopper and later)."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _capability(index) >= (9, 0)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode attention: one query token a row over the blocks of its table, split over the keys.
 
-A program owns one (row, KV head) and a contiguous range of key tiles, keeps an online softmax
-(Milakov and Gimelshein 2018) and writes its maximum, sum and accumulator; `merge` combines the
-splits (flash decoding). The query heads of a KV head are the rows of one `tl.dot`.
+A program owns one (row, KV head) and every S-th key tile (so that those running together read the
+same blocks), keeps an online softmax (Milakov and Gimelshein 2018) and writes its maximum, sum and
+accumulator; `merge` combines the S splits (flash decoding). The query heads of a KV head are the
+rows of one `tl.dot`.
 """
 
 from __future__ import annotations
@@ -127,9 +128,12 @@ def _decode_kernel(
     BIAS: tl.constexpr,
     HEAT: tl.constexpr,
     DIRECT: tl.constexpr,
-    PEEL: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        # the merge may take its place on the SMs now; it waits for the last of these programs
+        tl.extra.cuda.gdc_launch_dependents()
     scale = tl.cast(scale, tl.float32)
     TILES: tl.constexpr = BLOCK // BN
     i_bh = tl.program_id(0).to(tl.int64)
@@ -164,44 +168,29 @@ def _decode_kernel(
         p_tile_l = tile_l + i_bh * max_tiles * G
 
     tiles = tl.cdiv(length, BN)
-    lo = (tiles * i_s) // S
-    hi = (tiles * (i_s + 1)) // S
-    full = lo
-    if PEEL:
-        full = tl.maximum(lo, tl.minimum(hi, length // BN))
+    whole = length // BN
+    last = tl.maximum(tiles - 1, 0)
     b_m = tl.full([GP], -float("inf"), tl.float32)
     b_l = tl.zeros([GP], tl.float32)
     b_acc = tl.zeros([GP, DV_P], tl.float32)
     # the word of a tile is loaded one tile ahead: inside the pipeline it would halve its depth
-    last = tl.maximum(hi - 1, 0)
-    b_word = tl.load(p_words + lo // TILES, mask=lo < hi, other=0)
-    if PEEL:
-        for t in tl.range(lo, full, num_stages=STAGES):
-            p_block = tl.multiple_of((b_word & -16).to(tl.pointer_type(KV)), 16)
-            b_word = tl.load(p_words + tl.minimum(t + 1, last) // TILES)
-            b_m, b_l, b_acc = _decode_tile(
-                t, p_block, b_q, b_m, b_l, b_acc, scale, length, i_h, p_mask, sm_t, mask_len,
-                p_bias, sb_t, bias_len, p_tile_m, p_tile_l, max_tiles, G, GP, DK, DK_P, DV, DV_P,
-                BLOCK, BN, KV, DOT, USE_DOT, HAS_MASK, BIAS, HEAT, False,
-            )  # fmt: skip
-        # at most one tile: the last of the row
-        for t in tl.range(full, hi, num_stages=1):
-            p_block = tl.multiple_of((b_word & -16).to(tl.pointer_type(KV)), 16)
-            b_word = tl.load(p_words + tl.minimum(t + 1, last) // TILES)
-            b_m, b_l, b_acc = _decode_tile(
-                t, p_block, b_q, b_m, b_l, b_acc, scale, length, i_h, p_mask, sm_t, mask_len,
-                p_bias, sb_t, bias_len, p_tile_m, p_tile_l, max_tiles, G, GP, DK, DK_P, DV, DV_P,
-                BLOCK, BN, KV, DOT, USE_DOT, HAS_MASK, BIAS, HEAT, True,
-            )  # fmt: skip
-    else:
-        for t in tl.range(lo, hi, num_stages=STAGES):
-            p_block = tl.multiple_of((b_word & -16).to(tl.pointer_type(KV)), 16)
-            b_word = tl.load(p_words + tl.minimum(t + 1, last) // TILES)
-            b_m, b_l, b_acc = _decode_tile(
-                t, p_block, b_q, b_m, b_l, b_acc, scale, length, i_h, p_mask, sm_t, mask_len,
-                p_bias, sb_t, bias_len, p_tile_m, p_tile_l, max_tiles, G, GP, DK, DK_P, DV, DV_P,
-                BLOCK, BN, KV, DOT, USE_DOT, HAS_MASK, BIAS, HEAT, True,
-            )  # fmt: skip
+    b_word = tl.load(p_words + i_s // TILES, mask=i_s < tiles, other=0)
+    for t in tl.range(i_s, whole, S, num_stages=STAGES):
+        p_block = tl.multiple_of((b_word & -16).to(tl.pointer_type(KV)), 16)
+        b_word = tl.load(p_words + tl.minimum(t + S, last) // TILES)
+        b_m, b_l, b_acc = _decode_tile(
+            t, p_block, b_q, b_m, b_l, b_acc, scale, length, i_h, p_mask, sm_t, mask_len,
+            p_bias, sb_t, bias_len, p_tile_m, p_tile_l, max_tiles, G, GP, DK, DK_P, DV, DV_P,
+            BLOCK, BN, KV, DOT, USE_DOT, HAS_MASK, BIAS, HEAT, False,
+        )  # fmt: skip
+    # the last tile of the row, if it is not full, in the program whose turn it is
+    if (whole < tiles) & (whole % S == i_s):
+        p_block = tl.multiple_of((b_word & -16).to(tl.pointer_type(KV)), 16)
+        b_m, b_l, b_acc = _decode_tile(
+            whole, p_block, b_q, b_m, b_l, b_acc, scale, length, i_h, p_mask, sm_t, mask_len,
+            p_bias, sb_t, bias_len, p_tile_m, p_tile_l, max_tiles, G, GP, DK, DK_P, DV, DV_P,
+            BLOCK, BN, KV, DOT, USE_DOT, HAS_MASK, BIAS, HEAT, True,
+        )  # fmt: skip
 
     i_r = i_bh * G + o_g
     m_o = m_g[:, None] & (o_dv < DV)[None, :]
@@ -311,6 +300,7 @@ def attend_decode(
         part_acc = _checks.workspace(q.device, batch, heads, splits, head_dim_v)
         part_ml = _checks.workspace(q.device, 2, batch, heads, splits)
         part_m, part_l = part_ml[0], part_ml[1]
+    pdl = not direct and _checks.dependent_launch(q.device)
     max_tiles = 0
     if row_heat is not None and max_blocks is not None:
         max_tiles = max_blocks * (block_size // block_n)
@@ -359,8 +349,8 @@ def attend_decode(
             BIAS=add.kind,
             HEAT=row_heat is not None,
             DIRECT=direct,
-            PEEL=cfg.peel,
             STAGES=cfg.num_stages,
+            PDL=pdl,
             num_warps=cfg.num_warps,
         )
         if part_acc is not None:
@@ -375,5 +365,6 @@ def attend_decode(
                 kv_heads=kv_heads,
                 block_size=block_size,
                 block_n=block_n,
+                pdl=pdl,
             )
     return (out, lse) if return_lse else out

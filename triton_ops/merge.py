@@ -19,9 +19,10 @@ from triton_ops._tiles import LOG2E
 
 # A block whose share is 1/blocks up to fp32 rounding counts.
 _HEAT_SLACK = tl.constexpr(1.0 - 1e-5)
-HEAT_BLOCKS_PER_PROGRAM = 64
-# Partials that a merging program holds at once: 32 x 256 fp32 is 64 registers a thread.
-_SPLITS_PER_LOAD = 32
+# fp32 partials that a merging program holds at once: 64 registers a thread.
+_ELEMS_PER_LOAD = 8192
+# Tile sums that a heat-counting program loads at once.
+_TILES_PER_LOAD = 1024
 
 
 @triton.jit
@@ -43,10 +44,12 @@ def _merge_row(
         m_c = i + o_c < S
         b_cm = tl.load(part_m + i_r * S + i + o_c, mask=m_c, other=-float("inf"))
         b_cl = tl.load(part_l + i_r * S + i + o_c, mask=m_c, other=0.0)
-        # [SC, DV] an empty split has not written its part
-        m_a = (b_cl > 0)[:, None] & (o_d < DV)[None, :]
+        # [SC, DV]
+        m_a = m_c[:, None] & (o_d < DV)[None, :]
         p_a = part_acc + (i_r * S + i + o_c)[:, None] * DV + o_d[None, :]
         b_a = tl.load(p_a, mask=m_a, other=0.0)
+        # an empty split has not written its part; a mask on the load would wait for the sums
+        b_a = tl.where((b_cl > 0)[:, None], b_a, 0.0)
         b_o += tl.sum(b_a * tl.exp2((b_cm - b_ref) * LOG2E)[:, None], 0)
     b_o = b_o / tl.where(b_sum > 0, b_sum, 1.0)
     tl.store(out + i_r * DV + o_d, b_o.to(out.dtype.element_ty), mask=o_d < DV)
@@ -57,7 +60,7 @@ def _merge_row(
 def _count_heat(
     part_m, part_l, tile_m, tile_l, rows, row_len, row_heat, i_c, new_tokens, S, max_tiles,
     HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr,
-    BLOCK: tl.constexpr, BN: tl.constexpr, CHUNKS, CB: tl.constexpr,
+    BLOCK: tl.constexpr, BN: tl.constexpr, CHUNKS, CB: tl.constexpr, TP: tl.constexpr,
 ):  # fmt: skip
     i_bh = i_c // CHUNKS
     i_row = tl.load(rows + i_bh // HKV).to(tl.int64)
@@ -67,8 +70,8 @@ def _count_heat(
         length = tl.load(row_len + i_row) + new_tokens
         heat = tl.load(row_heat + i_row)
     blocks = tl.cdiv(length, BLOCK)
-    o_block = (i_c % CHUNKS) * CB + tl.arange(0, CB)
-    if (heat != 0) & ((i_c % CHUNKS) * CB < blocks):
+    first = (i_c % CHUNKS) * CB
+    if (heat != 0) & (first < blocks):
         o_g = tl.arange(0, GP)
         o_s = tl.arange(0, SP)
         # [GP, SP] maxima and sums of the splits of each query head
@@ -76,21 +79,21 @@ def _count_heat(
         o_gs = (i_bh * G + o_g)[:, None] * S + o_s[None, :]
         b_m = tl.load(part_m + o_gs, mask=m_gs, other=-float("inf"))
         b_l = tl.load(part_l + o_gs, mask=m_gs, other=0.0)
+        # [CB * TP, GP] sums of the tiles, all loaded at once
+        o_ct = tl.arange(0, CB * TP)
+        o_tile = (first + o_ct // TP) * (BLOCK // BN) + o_ct % TP
+        m_t = (o_ct % TP < BLOCK // BN) & (o_tile * BN < length) & (o_tile < max_tiles)
+        m_tg = m_t[:, None] & (o_g < G)[None, :]
+        o_tg = (i_bh * max_tiles + o_tile)[:, None] * G + o_g[None, :]
+        b_tm = tl.load(tile_m + o_tg, mask=m_tg, other=-float("inf"))
+        b_tl = tl.load(tile_l + o_tg, mask=m_tg, other=0.0)
         b_top = tl.max(b_m, 1)
         b_ref = tl.where(b_top == -float("inf"), 0.0, b_top)
         b_sum = tl.sum(b_l * tl.exp2((b_m - b_ref[:, None]) * LOG2E), 1)
         b_inv = tl.where(b_sum > 0, 1.0 / tl.where(b_sum > 0, b_sum, 1.0), 0.0)
-        # [CB, GP] mass of each block
-        b_mass = tl.zeros([CB, GP], tl.float32)
-        for i in range(BLOCK // BN):
-            o_tile = o_block * (BLOCK // BN) + i
-            m_t = (o_tile * BN < length) & (o_tile < max_tiles)
-            m_tg = m_t[:, None] & (o_g < G)[None, :]
-            o_tg = (i_bh * max_tiles + o_tile)[:, None] * G + o_g[None, :]
-            b_tm = tl.load(tile_m + o_tg, mask=m_tg, other=-float("inf"))
-            b_tl = tl.load(tile_l + o_tg, mask=m_tg, other=0.0)
-            b_mass += b_tl * tl.exp2((b_tm - b_ref[None, :]) * LOG2E)
-        b_share = tl.sum(b_mass * b_inv[None, :], 1) / G
+        b_mass = b_tl * tl.exp2((b_tm - b_ref[None, :]) * LOG2E) * b_inv[None, :]
+        b_share = tl.sum(tl.reshape(tl.sum(b_mass, 1), [CB, TP]), 1) / G
+        o_block = first + tl.arange(0, CB)
         m_hot = (b_share * blocks >= _HEAT_SLACK) & (o_block < blocks)
         m_hot = m_hot & (o_block * (BLOCK // BN) < max_tiles)
         p_heat = heat.to(tl.pointer_type(tl.int32)) + o_block
@@ -125,7 +128,11 @@ def _merge_kernel(
     BLOCK: tl.constexpr,
     BN: tl.constexpr,
     CB: tl.constexpr,
+    TP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     i_p = tl.program_id(0).to(tl.int64)
     if HEAT:
         if i_p < R:
@@ -133,7 +140,7 @@ def _merge_kernel(
         else:
             _count_heat(
                 part_m, part_l, tile_m, tile_l, rows, row_len, row_heat, i_p - R, new_tokens, S,
-                max_tiles, HKV, G, GP, SP, BLOCK, BN, CHUNKS, CB,
+                max_tiles, HKV, G, GP, SP, BLOCK, BN, CHUNKS, CB, TP,
             )  # fmt: skip
     else:
         _merge_row(part_acc, part_m, part_l, out, lse, i_p, S, DV, DV_P, SP, SC)
@@ -150,6 +157,7 @@ def merge_splits(
     kv_heads: int = 1,
     block_size: int = 32,
     block_n: int = 32,
+    pdl: bool = False,
 ) -> None:
     """Combine the partials of a split kernel, and count heat in the same launch.
 
@@ -163,16 +171,21 @@ def merge_splits(
         kv_heads: KV heads, for heat.
         block_size: tokens in a block, for heat.
         block_n: tokens in a tile of `tile_ml`.
+        pdl: the kernel before signals with `gdc_launch_dependents` (programmatic dependent
+            launch), so this one may start early and wait.
     """
     splits, dv = part_acc.shape[-2:]
     total = lse.numel()
-    group, tiles, chunks, batch = 1, 0, 0, 0
+    group, tiles, chunks, batch, chunk = 1, 0, 0, 0, 1
+    tiles_p = _checks.next_power_of_2(block_size // block_n)
     tile_m = tile_l = rows = row_len = row_heat = None
     if heat is not None:
         tile_ml, rows, row_len, row_heat = heat
         tile_m, tile_l = tile_ml[0], tile_ml[1]
         batch, _, tiles, group = tile_m.shape
-        chunks = triton.cdiv(tiles * block_n, block_size * HEAT_BLOCKS_PER_PROGRAM)
+        group_p = _checks.next_power_of_2(group)
+        chunk = max(1, _TILES_PER_LOAD // (tiles_p * group_p))
+        chunks = triton.cdiv(tiles * block_n, block_size * chunk)
     _merge_kernel[(total + batch * kv_heads * chunks,)](
         part_acc,
         part_ml[0],
@@ -192,15 +205,18 @@ def merge_splits(
         DV=dv,
         DV_P=_checks.next_power_of_2(dv),
         SP=_checks.next_power_of_2(splits),
-        SC=min(_checks.next_power_of_2(splits), _SPLITS_PER_LOAD),
+        SC=min(_checks.next_power_of_2(splits), _ELEMS_PER_LOAD // _checks.next_power_of_2(dv)),
         HEAT=heat is not None,
         HKV=kv_heads,
         G=group,
         GP=_checks.next_power_of_2(group),
         BLOCK=block_size,
         BN=block_n,
-        CB=HEAT_BLOCKS_PER_PROGRAM,
+        CB=chunk,
+        TP=tiles_p,
+        PDL=pdl,
         num_warps=4,
+        **({"launch_pdl": True} if pdl else {}),
     )
 
 

@@ -151,10 +151,9 @@ def test_decode_split_counts(dtype: torch.dtype, splits: int) -> None:
 
 
 CONFIGS = [
-    triton_ops.DecodeConfig(block_n=n, num_warps=w, num_stages=s, peel=peel)
-    for n, w, s, peel in (
-        (32, 2, 4, True), (64, 4, 2, False), (64, 4, 4, True), (64, 8, 3, True), (128, 4, 2, True),
-        (128, 8, 3, False),
+    triton_ops.DecodeConfig(block_n=n, num_warps=w, num_stages=s)
+    for n, w, s in (
+        (32, 2, 4), (64, 4, 2), (64, 4, 4), (64, 8, 3), (128, 4, 2), (128, 8, 3),
     )
 ]  # fmt: skip
 

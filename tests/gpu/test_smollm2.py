@@ -11,7 +11,7 @@ import torch
 import kvpass
 import model_zoo
 from kvpass.cli import running
-from kvpass.errors import CheckpointError
+from kvpass.errors import DownloadError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.checkpoint]
 
@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.checkpoint]
 def loaded() -> model_zoo.LoadedModel:
     try:
         return model_zoo.load("smollm2-135m", device="cuda")
-    except CheckpointError as error:
-        pytest.skip(f"no checkpoint here: {error}")
+    except DownloadError as error:
+        pytest.skip(f"no network here: {error}")
 
 
 @pytest.mark.parametrize("inner", ["eager", "inductor"])

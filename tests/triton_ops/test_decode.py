@@ -32,11 +32,10 @@ def test_decode_equals_reference(dtype: torch.dtype, splits: int | None) -> None
     check_decode(torch.randn(4, 4, 1, 64).to(dtype), keys, values, 64, splits=splits)
 
 
-@pytest.mark.parametrize("peel", [False, True])
 @pytest.mark.parametrize("use_dot", [False, True])
 @pytest.mark.parametrize("block_n", [32, 64, 128])
-def test_every_config_gives_the_answer(peel: bool, use_dot: bool, block_n: int) -> None:
-    config = triton_ops.DecodeConfig(block_n=block_n, peel=peel, use_dot=use_dot, splits=2)
+def test_every_config_gives_the_answer(use_dot: bool, block_n: int) -> None:
+    config = triton_ops.DecodeConfig(block_n=block_n, use_dot=use_dot, splits=2)
     keys, values = ragged([129, 128, 5], 2, 24), ragged([129, 128, 5], 2, 16)
     q = torch.randn(3, 2, 1, 24)
     check_decode(q, keys, values, 128, config=config)
