@@ -12,8 +12,11 @@ rows of a batch. Their effects are ordered by data: ``attend`` consumes the toke
 returns.
 
 - ``append(k, v, rows, layer, block_size) -> token``
-- ``attend(q, k_new, v_new, token, rows, layer, block_size, scale, causal, kv_mask, bias) -> out``,
-  ``[B, Hq, n, Dv]`` laid out as ``[B, n, Hq, Dv]`` in memory.
+- ``attend(q, k_new, v_new, token, rows, layer, block_size, scale, causal, kv_mask, bias, softcap,
+  window, sinks, kv_heads, head_dim_v) -> out``, ``[B, Hq, n, Dv]`` laid out as ``[B, n, Hq, Dv]``
+  in memory: n queries over the stored tokens and m new ones. Without ``k_new``, ``v_new`` and
+  ``token`` (cross attention after its first step) the stored ones are all, in the dtype of ``q``;
+  only then are ``kv_heads`` and ``head_dim_v`` read. Meaning of the rest: ``cpu_ops.attend``.
 """
 
 from __future__ import annotations
@@ -24,9 +27,17 @@ import torch
 from torch import Tensor
 
 from kvpass import cpu_ops
-from kvpass.errors import UnsupportedError
+from kvpass.errors import ShapeError, UnsupportedError
 from kvpass.runtime import directory
 from kvpass.runtime.table import tables_for
+from triton_ops._checks import (
+    NewKeys,
+    group_size,
+    new_keys_operand,
+    sinks_operand,
+    softcap_operand,
+    window_operand,
+)
 
 _LIBRARY = torch.library.Library("kvpass", "DEF")
 
@@ -39,8 +50,10 @@ _LIBRARY.define(
 )
 _LIBRARY.define("append(Tensor k, Tensor v, Tensor rows, int layer, int block_size) -> Tensor")
 _LIBRARY.define(
-    "attend(Tensor q, Tensor k_new, Tensor v_new, Tensor token, Tensor rows, int layer,"
-    " int block_size, float scale, bool causal, Tensor? kv_mask, Tensor? bias) -> Tensor"
+    "attend(Tensor q, Tensor? k_new, Tensor? v_new, Tensor? token, Tensor rows, int layer,"
+    " int block_size, float scale, bool causal, Tensor? kv_mask, Tensor? bias,"
+    " float softcap=0.0, int window=0, Tensor? sinks=None, int kv_heads=0, int head_dim_v=0)"
+    " -> Tensor"
 )
 
 
@@ -56,9 +69,9 @@ def _append_cpu(k: Tensor, v: Tensor, rows: Tensor, layer: int, block_size: int)
 
 def _attend_cpu(
     q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    token: Tensor,
+    k_new: Tensor | None,
+    v_new: Tensor | None,
+    token: Tensor | None,
     rows: Tensor,
     layer: int,
     block_size: int,
@@ -66,17 +79,30 @@ def _attend_cpu(
     causal: bool,
     kv_mask: Tensor | None,
     bias: Tensor | None,
+    softcap: float = 0.0,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    kv_heads: int = 0,
+    head_dim_v: int = 0,
 ) -> Tensor:
+    new = _check(
+        q, k_new, v_new, token, scale, causal, softcap, window, sinks, kv_heads, head_dim_v
+    )
     if q.shape[0] == 0:
-        return _attend_fake(
-            q, k_new, v_new, token, rows, layer, block_size, scale, causal, kv_mask, bias
-        )
+        return _empty(q, new.head_dim_v)
     batch = directory.batch_of(rows)
+    known = batch.geometry(layer)
+    if (known.kv_heads, known.head_dim_v) != (new.kv_heads, new.head_dim_v):
+        raise ShapeError(
+            f"attend over {new.kv_heads} KV heads of {new.head_dim_v} channels; layer {layer} "
+            f"holds {known.kv_heads} of {known.head_dim_v}"
+        )
     # Under autocast the products below would round to 16 bits, whatever the dtype of the cache.
     with torch.autocast("cpu", enabled=False):
         out = cpu_ops.attend(
-            batch, layer, q, k_new, v_new, scale, causal, kv_mask, _full(bias, q.shape[2])
-        )
+            batch, layer, q, k_new, v_new, scale, causal, kv_mask, _full(bias, q.shape[2]),
+            softcap, window, sinks,
+        )  # fmt: skip
     return out.transpose(1, 2)
 
 
@@ -90,9 +116,9 @@ def _append_cuda(k: Tensor, v: Tensor, rows: Tensor, layer: int, block_size: int
 
 def _attend_cuda(
     q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    token: Tensor,
+    k_new: Tensor | None,
+    v_new: Tensor | None,
+    token: Tensor | None,
     rows: Tensor,
     layer: int,
     block_size: int,
@@ -100,42 +126,84 @@ def _attend_cuda(
     causal: bool,
     kv_mask: Tensor | None,
     bias: Tensor | None,
+    softcap: float = 0.0,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    kv_heads: int = 0,
+    head_dim_v: int = 0,
 ) -> Tensor:
     import triton_ops
 
     out: Any
-    bias = _full(bias, q.shape[2])
+    new = _check(
+        q, k_new, v_new, token, scale, causal, softcap, window, sinks, kv_heads, head_dim_v
+    )
     tables = tables_for(q.device)
+    options: dict[str, Any] = {
+        "block_size": block_size,
+        "scale": scale,
+        "kv_mask": kv_mask,
+        "bias": _full(bias, q.shape[2]),
+        "softcap": softcap,
+        "window": window,
+        "sinks": sinks,
+        "kv_heads": new.kv_heads,
+        "head_dim_v": new.head_dim_v,
+        "kv_dtype": new.dtype,
+    }
     if q.shape[2] == 1:
         out = triton_ops.attend_decode(
             q,
             rows[layer],
             tables.base,
             tables.length,
-            kv_heads=k_new.shape[1],
-            head_dim_v=v_new.shape[3],
-            block_size=block_size,
-            scale=scale,
-            kv_mask=kv_mask,
-            bias=bias,
+            new_tokens=new.tokens,
             row_heat=tables.heat,
             max_blocks=tables.max_blocks,
+            **options,
         )
         return _token_major(out)
     out = triton_ops.attend_extend(
-        q,
-        k_new,
-        v_new,
-        rows[layer],
-        tables.base,
-        tables.length,
-        block_size=block_size,
-        scale=scale,
-        causal=causal,
-        kv_mask=kv_mask,
-        bias=bias,
+        q, k_new, v_new, rows[layer], tables.base, tables.length, causal=causal, **options
     )
     return _token_major(out)
+
+
+def _check(
+    q: Tensor,
+    k_new: Tensor | None,
+    v_new: Tensor | None,
+    token: Tensor | None,
+    scale: float,
+    causal: bool,
+    softcap: float,
+    window: int,
+    sinks: Tensor | None,
+    kv_heads: int,
+    head_dim_v: int,
+) -> NewKeys:
+    """What the new keys tell, once the arguments fit together.
+
+    Raises:
+        ShapeError: they do not.
+    """
+    try:
+        new = new_keys_operand(k_new, v_new, q, kv_heads or None, head_dim_v or None, None)
+        group_size(q.shape[1], new.kv_heads)
+        softcap_operand(softcap, scale)
+        window_operand(window)
+        sinks_operand(sinks, q.shape[1], q.device)
+    except (TypeError, ValueError) as error:
+        raise ShapeError(f"attend: {error}") from None
+    if k_new is not None and token is None:
+        raise ShapeError("attend: k_new without the token of its append, which orders the two")
+    if causal and new.tokens != q.shape[2]:
+        raise ShapeError(
+            f"attend: causal needs as many new keys as queries, got {new.tokens} and {q.shape[2]}"
+        )
+    if window and not causal:
+        raise ShapeError(f"attend: a window ({window}) needs causal=True")
+    return new
 
 
 def _full(bias: Tensor | None, queries: int) -> Tensor | None:
@@ -164,9 +232,9 @@ def _append_fake(k: Tensor, v: Tensor, rows: Tensor, layer: int, block_size: int
 
 def _attend_fake(
     q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    token: Tensor,
+    k_new: Tensor | None,
+    v_new: Tensor | None,
+    token: Tensor | None,
     rows: Tensor,
     layer: int,
     block_size: int,
@@ -174,9 +242,19 @@ def _attend_fake(
     causal: bool,
     kv_mask: Tensor | None,
     bias: Tensor | None,
+    softcap: float = 0.0,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    kv_heads: int = 0,
+    head_dim_v: int = 0,
 ) -> Tensor:
+    return _empty(q, head_dim_v if v_new is None else v_new.shape[3])
+
+
+def _empty(q: Tensor, head_dim_v: int) -> Tensor:
+    """An uninitialised ``[B, Hq, n, Dv]`` laid out as ``[B, n, Hq, Dv]``."""
     size, heads, tokens, _ = q.shape
-    return q.new_empty((size, tokens, heads, v_new.shape[3])).transpose(1, 2)
+    return q.new_empty((size, tokens, heads, head_dim_v)).transpose(1, 2)
 
 
 # ------------------------------------------------------------------ source ops

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops against plain attention: masks, biases, group sizes, head sizes, strides, fakes."""
+"""The ops against plain attention: masks, biases, caps, windows, sinks, cross attention, fakes."""
 
 from __future__ import annotations
 
@@ -16,28 +16,57 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
-def attend(driver, q, k, v, *, scale=0.3, causal=True, kv_mask=None, bias=None):
+def call(driver, q, k, v, rows, *, scale=0.3, causal=True, kv_mask=None, bias=None, **features):
+    """The op over layer 0, after the new keys (if any) were appended."""
+    token = None if k is None else torch.ops.kvpass.append(k, v, rows, 0, BLOCK)
+    if k is None:
+        features |= {"kv_heads": driver.geometry.kv_heads, "head_dim_v": driver.geometry.head_dim_v}
+    return torch.ops.kvpass.attend(
+        q, k, v, token, rows, 0, BLOCK, scale, causal, kv_mask, bias, **features
+    )
+
+
+def attend(driver, q, k, v, **options):
     """One step of a single-layer driver, and the reference in float64."""
-    with driver.manager.step(driver.batch, k.shape[2], [0]) as rows:
-        token = torch.ops.kvpass.append(k, v, rows, 0, BLOCK)
-        out = torch.ops.kvpass.attend(q, k, v, token, rows, 0, BLOCK, scale, causal, kv_mask, bias)
-    old_k, old_v = driver.dense[0]
-    driver.dense[0] = (torch.cat([old_k, k], 2), torch.cat([old_v, v], 2))
-    keys, values = (x.double() for x in driver.dense[0])
-    group, n, total = q.shape[1] // k.shape[1], q.shape[2], keys.shape[2]
-    scores = q.double() @ keys.repeat_interleave(group, 1).mT * scale
+    # A step that adds nothing brings the device's lengths up to date all the same.
+    with driver.manager.step(driver.batch, 0 if k is None else k.shape[2], [0]) as rows:
+        out = call(driver, q, k, v, rows, **options)
+    if k is not None:
+        old_k, old_v = driver.dense[0]
+        driver.dense[0] = (torch.cat([old_k, k], 2), torch.cat([old_v, v], 2))
+    return out, plain_attention(q, *driver.dense[0], **options)
+
+
+def plain_attention(
+    q, k, v, *, scale=0.3, causal=True, kv_mask=None, bias=None, softcap=0.0, window=0, sinks=None
+):
+    """Attention in float64; queries are the last tokens where it is causal."""
+    group, n, total = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
+    scores = q.double() @ k.double().repeat_interleave(group, 1).mT * scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
     if bias is not None and bias.dtype != torch.bool:
         scores = scores + bias[..., :total].double()
-    seen = torch.ones(q.shape[0], 1, n, total, dtype=torch.bool)
+    seen = torch.ones(q.shape[0], 1, n, total, dtype=torch.bool, device=q.device)
     if causal:
         seen = seen.tril(total - n)
+    if window:
+        seen = seen.triu(total - n - window + 1)
     if kv_mask is not None:
         seen = seen & kv_mask[:, None, None, :total]
     if bias is not None and bias.dtype == torch.bool:
         seen = seen & bias[..., :total]
     scores = scores.masked_fill(~seen, -math.inf)
-    weights = torch.nan_to_num(scores.softmax(-1))
-    return out, weights @ values.repeat_interleave(group, 1)
+    if sinks is not None:
+        column = sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], -1)
+    weights = torch.nan_to_num(scores.softmax(-1))[..., :total]
+    return weights @ v.double().repeat_interleave(group, 1)
+
+
+def close(out, expected):
+    assert torch.isfinite(out).all()
+    assert (out.double() - expected).abs().max() <= TOLERANCE[out.dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

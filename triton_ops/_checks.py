@@ -12,6 +12,9 @@ import torch
 PAGE_TOKENS = 32
 MIN_HEAD_DIM = 16
 MAX_HEAD_DIM = 256
+# within these, neither the cap nor a score divided by it leaves the range of fp32
+MIN_SOFTCAP, MAX_SOFTCAP = 1e-30, 1e30
+MAX_WINDOW = 1 << 30
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 NO_BIAS, FLOAT_BIAS, BOOL_BIAS = 0, 1, 2
@@ -24,6 +27,24 @@ class Bias(NamedTuple):
     strides: tuple[int, int, int, int]
     length: int
     kind: int
+
+
+class Cap(NamedTuple):
+    """A softcap as a kernel takes it: the factor of the products, and the cap (0 = none)."""
+
+    scale: float
+    softcap: float
+
+
+class NewKeys(NamedTuple):
+    """Keys and values that come with the queries, as a kernel takes them, and what they tell."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    tokens: int
+    kv_heads: int
+    head_dim_v: int
+    dtype: torch.dtype
 
 
 class KvMask(NamedTuple):
@@ -120,6 +141,43 @@ def check_out(
     return out
 
 
+def new_keys_operand(
+    k_new: torch.Tensor | None,
+    v_new: torch.Tensor | None,
+    q: torch.Tensor,
+    kv_heads: int | None,
+    head_dim_v: int | None,
+    kv_dtype: torch.dtype | None,
+) -> NewKeys:
+    """Check `[B, Hkv, m, Dk]` keys and `[B, Hkv, m, Dv]` values; None for both: m = 0."""
+    if k_new is None or v_new is None:
+        if k_new is not v_new:
+            raise ValueError("k_new and v_new must both be given, or both be None")
+        if kv_heads is None or head_dim_v is None:
+            raise ValueError("without k_new and v_new, kv_heads and head_dim_v must be given")
+        kv_dtype = q.dtype if kv_dtype is None else kv_dtype
+        check_dtype("kv_dtype", kv_dtype)
+        # of 0 new keys nothing is read: any pointer will do
+        return NewKeys(q, q, 0, kv_heads, head_dim_v, kv_dtype)
+    for name, tensor in (("k_new", k_new), ("v_new", v_new)):
+        check_rank4(name, tensor)
+        check_dtype(name, tensor.dtype)
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, q on {q.device}")
+    batch, heads, _, dk = q.shape
+    group_size(heads, k_new.shape[1])
+    if (k_new.shape[0], k_new.shape[3]) != (batch, dk):
+        raise ValueError(
+            f"k_new must be [{batch}, kv_heads, tokens, {dk}] for q {list(q.shape)}, "
+            f"got {list(k_new.shape)}"
+        )
+    if v_new.shape[:3] != k_new.shape[:3]:
+        raise ValueError(f"k_new and v_new differ: {list(k_new.shape)} and {list(v_new.shape)}")
+    if v_new.dtype != k_new.dtype:
+        raise TypeError(f"k_new and v_new must have one dtype: {k_new.dtype} and {v_new.dtype}")
+    return NewKeys(k_new, v_new, k_new.shape[2], k_new.shape[1], v_new.shape[3], k_new.dtype)
+
+
 def bias_operand(
     bias: torch.Tensor | None, batch: int, heads: int, tokens: int, device: torch.device
 ) -> Bias:
@@ -155,6 +213,39 @@ def kv_mask_operand(kv_mask: torch.Tensor | None, batch: int, device: torch.devi
     if kv_mask.dtype == torch.bool:
         kv_mask = kv_mask.view(torch.uint8)
     return KvMask(kv_mask, (kv_mask.stride(0), kv_mask.stride(1)), kv_mask.shape[1])
+
+
+def softcap_operand(softcap: float, scale: float) -> Cap:
+    """Check a softcap (0 = none); with one, the products are divided by it on the way."""
+    softcap, scale = float(softcap), float(scale)
+    if softcap == 0:
+        return Cap(scale, 0.0)
+    if not MIN_SOFTCAP <= softcap <= MAX_SOFTCAP:
+        raise ValueError(f"softcap must be 0 (none) or {MIN_SOFTCAP}..{MAX_SOFTCAP}, got {softcap}")
+    return Cap(scale / softcap, softcap)
+
+
+def window_operand(window: int) -> int:
+    """Check a window in tokens (0 = none), cut to what 32-bit positions can tell apart."""
+    if not isinstance(window, int) or isinstance(window, bool):
+        raise TypeError(f"window must be an int, got {type(window).__name__}")
+    if window < 0:
+        raise ValueError(f"window must be 0 (none) or a number of tokens, got {window}")
+    return min(window, MAX_WINDOW)
+
+
+def sinks_operand(
+    sinks: torch.Tensor | None, heads: int, device: torch.device
+) -> torch.Tensor | None:
+    """Check the sinks `[Hq]`, one logit a query head; contiguous."""
+    if sinks is None:
+        return None
+    check_dtype("sinks", sinks.dtype)
+    if sinks.shape != (heads,):
+        raise ValueError(f"sinks must be [heads] = [{heads}], got {list(sinks.shape)}")
+    if sinks.device != device:
+        raise ValueError(f"sinks are on {sinks.device}, the query on {device}")
+    return sinks.contiguous()
 
 
 def workspace(device: torch.device, *shape: int) -> torch.Tensor:

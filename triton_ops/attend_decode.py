@@ -4,7 +4,7 @@
 A program owns one (row, KV head) and every S-th key tile (so that those running together read the
 same blocks), keeps an online softmax (Milakov and Gimelshein 2018) and writes its maximum, sum and
 accumulator; `merge` combines the S splits (flash decoding). The query heads of a KV head are the
-rows of one `tl.dot`.
+rows of one `tl.dot`. With a window the tiles begin at the one that holds its first token.
 """
 
 from __future__ import annotations
@@ -14,17 +14,9 @@ import triton
 import triton.language as tl
 
 from triton_ops import _checks
-from triton_ops._tiles import (
-    PAGE,
-    TL_DTYPE,
-    add_bias,
-    compute_dtype,
-    load_tile,
-    page_offsets,
-    softmax_weights,
-    visible_keys,
-)
-from triton_ops.config import DecodeConfig, decode_config, splits_for
+from triton_ops._scores import add_bias, add_sink, cap_scores, softmax_weights, visible_keys
+from triton_ops._tiles import PAGE, TL_DTYPE, compute_dtype, load_tile, page_offsets
+from triton_ops.config import DecodeConfig, decode_config, splits_for, window_tiles
 from triton_ops.merge import merge_splits
 
 __all__ = ["DecodeConfig", "attend_decode", "splits_for"]
@@ -32,12 +24,12 @@ __all__ = ["DecodeConfig", "attend_decode", "splits_for"]
 
 @triton.jit
 def _decode_tile(
-    t, p_block, b_q, b_m, b_l, b_acc, scale, length, i_h, p_mask, sm_t, mask_len,
+    t, p_block, b_q, b_m, b_l, b_acc, scale, softcap, begin, length, i_h, p_mask, sm_t, mask_len,
     p_bias, sb_t, bias_len, p_tile_m, p_tile_l, max_tiles,
     G: tl.constexpr, GP: tl.constexpr, DK: tl.constexpr, DK_P: tl.constexpr, DV: tl.constexpr,
     DV_P: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr, KV: tl.constexpr,
     DOT: tl.constexpr, USE_DOT: tl.constexpr, HAS_MASK: tl.constexpr, BIAS: tl.constexpr,
-    HEAT: tl.constexpr, TAIL: tl.constexpr,
+    HEAT: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     PAGE_ELEMS: tl.constexpr = PAGE * (DK + DV)
     TILES: tl.constexpr = BLOCK // BN
@@ -45,27 +37,31 @@ def _decode_tile(
     o_g = tl.arange(0, GP)
     o_pos = t * BN + o_n
     m_n = o_pos < length
+    if WINDOW:
+        m_n = m_n & (o_pos >= begin)
     o_page = i_h * (BLOCK // PAGE) + (t % TILES) * (BN // PAGE)
     p_page = p_block + o_page * PAGE_ELEMS
     # [BN, DK]
     o_k = page_offsets(o_n, DK, PAGE_ELEMS)
-    b_k = load_tile(p_page, o_k, tl.arange(0, DK_P), m_n, DK, DK_P, TAIL).to(DOT)
+    b_k = load_tile(p_page, o_k, tl.arange(0, DK_P), m_n, DK, DK_P, MASKED).to(DOT)
     # [BN, DV]
     o_v = page_offsets(o_n, DV, PAGE_ELEMS)
-    b_v = load_tile(p_page + PAGE * DK, o_v, tl.arange(0, DV_P), m_n, DV, DV_P, TAIL).to(DOT)
+    b_v = load_tile(p_page + PAGE * DK, o_v, tl.arange(0, DV_P), m_n, DV, DV_P, MASKED).to(DOT)
     # [GP, BN]
     if USE_DOT:
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
     else:
         b_s = tl.sum(b_k.to(tl.float32) * b_q.to(tl.float32), 1)[None, :] * scale
+    if SOFTCAP:
+        b_s = cap_scores(b_s, softcap)
     if BIAS != 0:
         m_b = (o_g < G)[:, None] & (m_n & (o_pos < bias_len))[None, :]
         b_s = add_bias(b_s, p_bias + o_pos.to(tl.int64)[None, :] * sb_t, m_b, BIAS)
     if HAS_MASK:
         m_n = visible_keys(p_mask, o_pos, m_n, sm_t, mask_len)
-    if TAIL or HAS_MASK:
+    if MASKED or HAS_MASK:
         b_s = tl.where(m_n[None, :], b_s, -float("inf"))
-    b_m, b_p, b_scale = softmax_weights(b_s, b_m, TAIL or HAS_MASK or BIAS != 0)
+    b_m, b_p, b_scale = softmax_weights(b_s, b_m, MASKED or HAS_MASK or BIAS != 0)
     b_sum = tl.sum(b_p, 1)
     b_l = b_l * b_scale + b_sum
     if USE_DOT:
@@ -82,7 +78,7 @@ def _decode_tile(
 
 @triton.jit(
     do_not_specialize=[
-        "new_tokens", "sm_b", "mask_len", "sb_b", "sb_h", "bias_len", "max_tiles"
+        "new_tokens", "window", "sm_b", "mask_len", "sb_b", "sb_h", "bias_len", "max_tiles"
     ]
 )  # fmt: skip
 def _decode_kernel(
@@ -99,8 +95,11 @@ def _decode_kernel(
     tile_l,
     kv_mask,
     bias,
+    sinks,
     scale,
+    softcap,
     new_tokens,
+    window,
     sq_b,
     sq_h,
     sq_d,
@@ -127,6 +126,9 @@ def _decode_kernel(
     HAS_MASK: tl.constexpr,
     BIAS: tl.constexpr,
     HEAT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     DIRECT: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -135,6 +137,7 @@ def _decode_kernel(
         # the merge may take its place on the SMs now; it waits for the last of these programs
         tl.extra.cuda.gdc_launch_dependents()
     scale = tl.cast(scale, tl.float32)
+    softcap = tl.cast(softcap, tl.float32)
     TILES: tl.constexpr = BLOCK // BN
     i_bh = tl.program_id(0).to(tl.int64)
     i_s = tl.program_id(1)
@@ -169,32 +172,41 @@ def _decode_kernel(
 
     tiles = tl.cdiv(length, BN)
     whole = length // BN
+    begin = 0
+    start = i_s
+    if WINDOW:
+        begin = tl.maximum(length - window, 0)
+        start = begin // BN + i_s
     last = tl.maximum(tiles - 1, 0)
     b_m = tl.full([GP], -float("inf"), tl.float32)
     b_l = tl.zeros([GP], tl.float32)
     b_acc = tl.zeros([GP, DV_P], tl.float32)
     # the word of a tile is loaded one tile ahead: inside the pipeline it would halve its depth
-    b_word = tl.load(p_words + i_s // TILES, mask=i_s < tiles, other=0)
-    for t in tl.range(i_s, whole, S, num_stages=STAGES):
+    b_word = tl.load(p_words + start // TILES, mask=start < tiles, other=0)
+    for t in tl.range(start, whole, S, num_stages=STAGES):
         p_block = tl.multiple_of((b_word & -16).to(tl.pointer_type(KV)), 16)
         b_word = tl.load(p_words + tl.minimum(t + S, last) // TILES)
         b_m, b_l, b_acc = _decode_tile(
-            t, p_block, b_q, b_m, b_l, b_acc, scale, length, i_h, p_mask, sm_t, mask_len,
-            p_bias, sb_t, bias_len, p_tile_m, p_tile_l, max_tiles, G, GP, DK, DK_P, DV, DV_P,
-            BLOCK, BN, KV, DOT, USE_DOT, HAS_MASK, BIAS, HEAT, False,
+            t, p_block, b_q, b_m, b_l, b_acc, scale, softcap, begin, length, i_h, p_mask, sm_t,
+            mask_len, p_bias, sb_t, bias_len, p_tile_m, p_tile_l, max_tiles, G, GP, DK, DK_P, DV,
+            DV_P, BLOCK, BN, KV, DOT, USE_DOT, HAS_MASK, BIAS, HEAT, SOFTCAP, WINDOW, WINDOW,
         )  # fmt: skip
     # the last tile of the row, if it is not full, in the program whose turn it is
-    if (whole < tiles) & (whole % S == i_s):
+    if (whole < tiles) & ((whole - start) % S == 0):
         p_block = tl.multiple_of((b_word & -16).to(tl.pointer_type(KV)), 16)
         b_m, b_l, b_acc = _decode_tile(
-            whole, p_block, b_q, b_m, b_l, b_acc, scale, length, i_h, p_mask, sm_t, mask_len,
-            p_bias, sb_t, bias_len, p_tile_m, p_tile_l, max_tiles, G, GP, DK, DK_P, DV, DV_P,
-            BLOCK, BN, KV, DOT, USE_DOT, HAS_MASK, BIAS, HEAT, True,
+            whole, p_block, b_q, b_m, b_l, b_acc, scale, softcap, begin, length, i_h, p_mask, sm_t,
+            mask_len, p_bias, sb_t, bias_len, p_tile_m, p_tile_l, max_tiles, G, GP, DK, DK_P, DV,
+            DV_P, BLOCK, BN, KV, DOT, USE_DOT, HAS_MASK, BIAS, HEAT, SOFTCAP, WINDOW, True,
         )  # fmt: skip
 
     i_r = i_bh * G + o_g
     m_o = m_g[:, None] & (o_dv < DV)[None, :]
     if DIRECT:
+        if SINKS:
+            b_sink = tl.load(sinks + i_h * G + o_g, mask=m_g, other=0.0).to(tl.float32)
+            b_m, b_l, b_scale = add_sink(b_m, b_l, b_sink)
+            b_acc = b_acc * b_scale[:, None]
         b_l = tl.where(b_l > 0, b_l, 1.0)
         b_o = b_acc / b_l[:, None]
         tl.store(out + i_r[:, None] * DV + o_dv[None, :], b_o.to(out.dtype.element_ty), mask=m_o)
@@ -220,6 +232,9 @@ def attend_decode(
     kv_dtype: torch.dtype | None = None,
     kv_mask: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
     row_heat: torch.Tensor | None = None,
     max_blocks: int | None = None,
     splits: int | None = None,
@@ -235,7 +250,7 @@ def attend_decode(
 
     Args:
         q: `[B, Hq, 1, Dk]` fp32, fp16 or bf16, any strides.
-        rows: int32 `[B]`; -1 gives zeros and lse -inf.
+        rows: int32 `[B]`; -1 gives zeros and lse -inf (the sink where there is one).
         row_base: int64 `[R]`, address of each row's table of block words.
         row_len: int32 `[R]`; the length attended is `row_len[row] + new_tokens`.
         kv_heads: Hkv, a divisor of Hq.
@@ -246,23 +261,30 @@ def attend_decode(
         kv_mask: bool or uint8 `[B, T]`, True = may be seen; T covers every length, and positions
             past it are hidden.
         bias: additive float or bool (True = visible) `[B|1, Hq|1, 1, T]`, any strides.
+        softcap: scores become `softcap * tanh(scores / softcap)` before bias and masks; 0 = none.
+        window: the query is the row's last token and sees only the last `window` tokens, itself
+            among them; 0 = all. Earlier tiles are not read.
+        sinks: fp32, fp16 or bf16 `[Hq]`, one more logit of each head's softmax, without a value.
         row_heat: int64 `[R]`, address of int32 counters a block, 0 = do not count. Each KV head
             adds 1 to the blocks whose share of the softmax (mean over its query heads) is at
-            least 1 / blocks of the row.
+            least 1 / blocks that overlap the window (all of the row's, without one). The shares
+            are of the keys' own sum, without the sink.
         max_blocks: block words in a table, needed with `row_heat`: lengths are known on the
             device only, and per-tile sums need a workspace. Blocks past it are not counted.
-        splits: programs a (row, KV head), default `splits_for`.
-        return_lse: also return the natural log of the sum of exponentials.
+        splits: programs a (row, KV head), default `splits_for`, and not more than a window has
+            tiles.
+        return_lse: also return the natural log of the sum of exponentials, sink included.
         new_tokens: tokens added to `row_len`.
         config: tile sizes for measurements, default from the measured table.
         out: `[B, Hq, 1, Dv]` contiguous, in the dtype of `q`; default a new tensor.
 
     Returns:
         out `[B, Hq, 1, Dv]`, or `(out, lse)` with lse fp32 `[B, Hq, 1]`. A query without a
-        visible key gives 0 and -inf.
+        visible key gives 0 and the sink, or -inf without one.
 
     Raises:
-        ValueError: shapes, devices, head dims, head counts or splits that do not fit.
+        ValueError: shapes, devices, head dims, head counts, splits, softcap or window that do not
+            fit.
         TypeError: a dtype that is not supported.
     """
     _checks.check_rank4("q", q)
@@ -281,6 +303,9 @@ def attend_decode(
     lse = torch.empty((batch, heads, 1), dtype=torch.float32, device=q.device)
     mask = _checks.kv_mask_operand(kv_mask, batch, q.device)
     add = _checks.bias_operand(bias, batch, heads, 1, q.device)
+    cap = _checks.softcap_operand(softcap, scale)
+    window = _checks.window_operand(window)
+    sinks = _checks.sinks_operand(sinks, heads, q.device)
     if row_heat is not None:
         _checks.check_table("row_heat", row_heat, torch.int64, q.device)
         if max_blocks is None or max_blocks <= 0:
@@ -290,7 +315,11 @@ def attend_decode(
 
     cfg = config or decode_config(q.dtype, kv_dtype, dk, head_dim_v, group)
     block_n = cfg.tile(block_size)
-    splits = splits or cfg.splits or splits_for(batch, kv_heads, q.device)
+    splits = splits or cfg.splits
+    if not splits:
+        splits = splits_for(batch, kv_heads, q.device)
+        if window:
+            splits = min(splits, window_tiles(window, block_n))
     if splits < 0:
         raise ValueError(f"splits must be positive, got {splits}")
     use_dot = cfg.use_dot or group > 1
@@ -321,8 +350,11 @@ def attend_decode(
             tile_l,
             mask.tensor,
             add.tensor,
-            float(scale),
+            sinks,
+            cap.scale,
+            cap.softcap,
             new_tokens,
+            window,
             q.stride(0),
             q.stride(1),
             q.stride(3),
@@ -348,6 +380,9 @@ def attend_decode(
             HAS_MASK=mask.tensor is not None,
             BIAS=add.kind,
             HEAT=row_heat is not None,
+            SOFTCAP=cap.softcap > 0,
+            WINDOW=window > 0,
+            SINKS=sinks is not None,
             DIRECT=direct,
             STAGES=cfg.num_stages,
             PDL=pdl,
@@ -360,8 +395,10 @@ def attend_decode(
                 part_ml,
                 out,
                 lse,
+                sinks=sinks,
                 heat=heat,
                 new_tokens=new_tokens,
+                window=window,
                 kv_heads=kv_heads,
                 block_size=block_size,
                 block_n=block_n,

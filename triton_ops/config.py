@@ -69,6 +69,11 @@ def fit_tile(block_n: int, block_size: int) -> int:
     return min(block_n, block_size & -block_size)
 
 
+def window_tiles(tokens: int, block_n: int) -> int:
+    """The most tiles that `tokens` tokens in a row can touch, wherever they begin."""
+    return (tokens + block_n - 2) // block_n + 1
+
+
 def _tile_bytes(block_n: int, dk: int, dv: int, itemsize: int) -> int:
     return block_n * (next_power_of_2(dk) + next_power_of_2(dv)) * itemsize
 

@@ -3,7 +3,8 @@
 
 The rule: with maxima m_s, sums l_s and unnormalised outputs a_s of the splits, M = max m_s,
 w_s = exp(m_s - M), out = sum w_s a_s / sum w_s l_s. A split that saw no key has m = -inf, l = 0
-and is left out, so all-empty gives 0 and lse = -inf instead of NaN.
+and is left out, so all-empty gives 0 and lse = -inf instead of NaN. A sink, a logit without a
+value, enters here and nowhere else, so it counts once however many splits there are.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 
 from triton_ops import _checks
-from triton_ops._tiles import LOG2E
+from triton_ops._scores import LOG2E, add_sink
 
 # A block whose share is 1/blocks up to fp32 rounding counts.
 _HEAT_SLACK = tl.constexpr(1.0 - 1e-5)
@@ -27,12 +28,14 @@ _TILES_PER_LOAD = 1024
 
 @triton.jit
 def _merge_row(
-    part_acc, part_m, part_l, out, lse, i_r, S, DV: tl.constexpr, DV_P: tl.constexpr,
-    SP: tl.constexpr, SC: tl.constexpr,
+    part_acc, part_m, part_l, out, lse, sinks, i_r, S, N, HQ: tl.constexpr, DV: tl.constexpr,
+    DV_P: tl.constexpr, SP: tl.constexpr, SC: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     o_s = tl.arange(0, SP)
     o_d = tl.arange(0, DV_P)
     m_s = o_s < S
+    if SINKS:
+        b_sink = tl.load(sinks + (i_r // N) % HQ).to(tl.float32)
     b_m = tl.load(part_m + i_r * S + o_s, mask=m_s, other=-float("inf"))
     b_l = tl.load(part_l + i_r * S + o_s, mask=m_s, other=0.0)
     b_top = tl.max(b_m, 0)
@@ -51,6 +54,9 @@ def _merge_row(
         # an empty split has not written its part; a mask on the load would wait for the sums
         b_a = tl.where((b_cl > 0)[:, None], b_a, 0.0)
         b_o += tl.sum(b_a * tl.exp2((b_cm - b_ref) * LOG2E)[:, None], 0)
+    if SINKS:
+        b_top, b_sum, b_scale = add_sink(b_top, b_sum, b_sink)
+        b_o = b_o * b_scale
     b_o = b_o / tl.where(b_sum > 0, b_sum, 1.0)
     tl.store(out + i_r * DV + o_d, b_o.to(out.dtype.element_ty), mask=o_d < DV)
     tl.store(lse + i_r, b_top + tl.log(tl.where(b_sum > 0, b_sum, 1.0)))
@@ -58,9 +64,10 @@ def _merge_row(
 
 @triton.jit
 def _count_heat(
-    part_m, part_l, tile_m, tile_l, rows, row_len, row_heat, i_c, new_tokens, S, max_tiles,
-    HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr,
+    part_m, part_l, tile_m, tile_l, rows, row_len, row_heat, i_c, new_tokens, window, S,
+    max_tiles, HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr,
     BLOCK: tl.constexpr, BN: tl.constexpr, CHUNKS, CB: tl.constexpr, TP: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     i_bh = i_c // CHUNKS
     i_row = tl.load(rows + i_bh // HKV).to(tl.int64)
@@ -69,9 +76,14 @@ def _count_heat(
     if i_row >= 0:
         length = tl.load(row_len + i_row) + new_tokens
         heat = tl.load(row_heat + i_row)
+    # tiles before `begin` were not visited, and their blocks are not among those that share
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(length - window, 0)
+    old = begin // BLOCK
     blocks = tl.cdiv(length, BLOCK)
     first = (i_c % CHUNKS) * CB
-    if (heat != 0) & (first < blocks):
+    if (heat != 0) & (first < blocks) & (first + CB > old):
         o_g = tl.arange(0, GP)
         o_s = tl.arange(0, SP)
         # [GP, SP] maxima and sums of the splits of each query head
@@ -83,6 +95,7 @@ def _count_heat(
         o_ct = tl.arange(0, CB * TP)
         o_tile = (first + o_ct // TP) * (BLOCK // BN) + o_ct % TP
         m_t = (o_ct % TP < BLOCK // BN) & (o_tile * BN < length) & (o_tile < max_tiles)
+        m_t = m_t & (o_tile >= begin // BN)
         m_tg = m_t[:, None] & (o_g < G)[None, :]
         o_tg = (i_bh * max_tiles + o_tile)[:, None] * G + o_g[None, :]
         b_tm = tl.load(tile_m + o_tg, mask=m_tg, other=-float("inf"))
@@ -94,13 +107,13 @@ def _count_heat(
         b_mass = b_tl * tl.exp2((b_tm - b_ref[None, :]) * LOG2E) * b_inv[None, :]
         b_share = tl.sum(tl.reshape(tl.sum(b_mass, 1), [CB, TP]), 1) / G
         o_block = first + tl.arange(0, CB)
-        m_hot = (b_share * blocks >= _HEAT_SLACK) & (o_block < blocks)
+        m_hot = (b_share * (blocks - old) >= _HEAT_SLACK) & (o_block >= old) & (o_block < blocks)
         m_hot = m_hot & (o_block * (BLOCK // BN) < max_tiles)
         p_heat = heat.to(tl.pointer_type(tl.int32)) + o_block
         tl.atomic_add(p_heat, tl.full([CB], 1, tl.int32), mask=m_hot, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["new_tokens", "max_tiles", "R", "CHUNKS"])
+@triton.jit(do_not_specialize=["new_tokens", "window", "max_tiles", "R", "N", "CHUNKS"])
 def _merge_kernel(
     part_acc,
     part_m,
@@ -112,11 +125,15 @@ def _merge_kernel(
     rows,
     row_len,
     row_heat,
+    sinks,
     R,
     S,
+    N,
     new_tokens,
+    window,
     max_tiles,
     CHUNKS,
+    HQ: tl.constexpr,
     DV: tl.constexpr,
     DV_P: tl.constexpr,
     SP: tl.constexpr,
@@ -129,6 +146,8 @@ def _merge_kernel(
     BN: tl.constexpr,
     CB: tl.constexpr,
     TP: tl.constexpr,
+    SINKS: tl.constexpr,
+    WINDOW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -136,14 +155,18 @@ def _merge_kernel(
     i_p = tl.program_id(0).to(tl.int64)
     if HEAT:
         if i_p < R:
-            _merge_row(part_acc, part_m, part_l, out, lse, i_p, S, DV, DV_P, SP, SC)
+            _merge_row(
+                part_acc, part_m, part_l, out, lse, sinks, i_p, S, N, HQ, DV, DV_P, SP, SC, SINKS
+            )  # fmt: skip
         else:
             _count_heat(
-                part_m, part_l, tile_m, tile_l, rows, row_len, row_heat, i_p - R, new_tokens, S,
-                max_tiles, HKV, G, GP, SP, BLOCK, BN, CHUNKS, CB, TP,
+                part_m, part_l, tile_m, tile_l, rows, row_len, row_heat, i_p - R, new_tokens,
+                window, S, max_tiles, HKV, G, GP, SP, BLOCK, BN, CHUNKS, CB, TP, WINDOW,
             )  # fmt: skip
     else:
-        _merge_row(part_acc, part_m, part_l, out, lse, i_p, S, DV, DV_P, SP, SC)
+        _merge_row(
+            part_acc, part_m, part_l, out, lse, sinks, i_p, S, N, HQ, DV, DV_P, SP, SC, SINKS
+        )  # fmt: skip
 
 
 def merge_splits(
@@ -152,8 +175,10 @@ def merge_splits(
     out: torch.Tensor,
     lse: torch.Tensor,
     *,
+    sinks: torch.Tensor | None = None,
     heat: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     new_tokens: int = 0,
+    window: int = 0,
     kv_heads: int = 1,
     block_size: int = 32,
     block_n: int = 32,
@@ -162,12 +187,15 @@ def merge_splits(
     """Combine the partials of a split kernel, and count heat in the same launch.
 
     Args:
-        part_acc: fp32 `[..., S, Dv]`, sums of weights times V; not read where the sum is 0.
-        part_ml: fp32 `[2, ..., S]`, maxima and sums in natural units.
-        out: `[..., Dv]` contiguous, written.
-        lse: fp32 `[...]` contiguous, written.
+        part_acc: fp32 `[B, Hq, n, S, Dv]`, sums of weights times V; not read where the sum is 0.
+        part_ml: fp32 `[2, B, Hq, n, S]`, maxima and sums in natural units.
+        out: `[B, Hq, n, Dv]` contiguous, written.
+        lse: fp32 `[B, Hq, n]` contiguous, written; with the sink.
+        sinks: `[Hq]` contiguous, one more logit a query head.
         heat: `(tile_ml, rows, row_len, row_heat)` with tile_ml fp32 `[2, B, Hkv, tiles, G]`.
+            Shares are of the keys' own sum, without the sink.
         new_tokens: added to `row_len`, as in the kernel that wrote the partials.
+        window: last tokens of a row that were visited, 0 = all; for heat.
         kv_heads: KV heads, for heat.
         block_size: tokens in a block, for heat.
         block_n: tokens in a tile of `tile_ml`.
@@ -197,11 +225,15 @@ def merge_splits(
         rows,
         row_len,
         row_heat,
+        sinks,
         total,
         splits,
+        lse.shape[2],
         new_tokens,
+        window,
         tiles,
         chunks,
+        HQ=lse.shape[1],
         DV=dv,
         DV_P=_checks.next_power_of_2(dv),
         SP=_checks.next_power_of_2(splits),
@@ -214,6 +246,8 @@ def merge_splits(
         BN=block_n,
         CB=chunk,
         TP=tiles_p,
+        SINKS=sinks is not None,
+        WINDOW=window > 0,
         PDL=pdl,
         num_warps=4,
         **({"launch_pdl": True} if pdl else {}),

@@ -24,6 +24,9 @@ def attend_reference(
     q_offset: int = 0,
     kv_mask: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention in float64.
 
@@ -36,16 +39,27 @@ def attend_reference(
         q_offset: position of the first query.
         kv_mask: bool or uint8 `[B, >= T]`, True = may be seen.
         bias: additive float or bool (True = visible), broadcasts to `[B, Hq, n, >= T]`.
+        softcap: scores become `softcap * tanh(scores / softcap)` first (Gemma 2); 0 = none.
+        window: query i sees keys after `q_offset + i - window` only (`sliding_window` of
+            transformers); 0 = all. Needs `causal`.
+        sinks: `[Hq]`, a logit without a value in each head's softmax (gpt-oss).
 
     Returns:
-        out float64 `[B, Hq, n, Dv]` and lse float64 `[B, Hq, n]` (natural log); a query without a
-        visible key gives 0 and -inf.
+        out float64 `[B, Hq, n, Dv]` and lse float64 `[B, Hq, n]` (natural log, with the sink); a
+        query without a visible key gives 0 and the sink, or -inf without one.
+
+    Raises:
+        ValueError: a window without `causal`.
     """
+    if window and not causal:
+        raise ValueError(f"a window ({window}) needs causal=True")
     group = q.shape[1] // k.shape[1]
     kd = k.double().repeat_interleave(group, 1)
     vd = v.double().repeat_interleave(group, 1)
     n, total = q.shape[2], k.shape[2]
     scores = torch.matmul(q.double(), kd.transpose(2, 3)) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         cut = bias[..., :total]
         if cut.dtype == torch.bool:
@@ -56,16 +70,17 @@ def attend_reference(
         scores = scores.masked_fill(~kv_mask[:, None, None, :total].bool(), -math.inf)
     if causal:
         query = torch.arange(n, device=q.device)[:, None] + q_offset
-        scores = scores.masked_fill(torch.arange(total, device=q.device) > query, -math.inf)
-    if total == 0:
-        shape = (q.shape[0], q.shape[1], n)
-        out = torch.zeros(*shape, v.shape[3], dtype=torch.float64, device=q.device)
-        return out, torch.full(shape, -math.inf, dtype=torch.float64, device=q.device)
+        key = torch.arange(total, device=q.device)
+        scores = scores.masked_fill(key > query, -math.inf)
+        if window:
+            scores = scores.masked_fill(key <= query - window, -math.inf)
+    sink = scores.new_full((q.shape[1],), -math.inf) if sinks is None else sinks.double()
+    scores = torch.cat([scores, sink[:, None, None].expand(*scores.shape[:3], 1)], -1)
     top = scores.amax(-1, keepdim=True)
     weights = torch.exp(scores - top.masked_fill(top == -math.inf, 0.0))
     total_weight = weights.sum(-1, keepdim=True)
     seen = total_weight > 0
-    out = torch.matmul(weights, vd) / total_weight.masked_fill(~seen, 1.0)
+    out = torch.matmul(weights[..., :total], vd) / total_weight.masked_fill(~seen, 1.0)
     lse = (top + torch.log(total_weight)).squeeze(-1)
     return out, lse
 
@@ -81,26 +96,55 @@ def merge_reference(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tenso
 
 
 def heat_reference(
-    q: torch.Tensor, k: torch.Tensor, *, scale: float, block_size: int
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    scale: float,
+    block_size: int,
+    softcap: float = 0.0,
+    window: int = 0,
 ) -> torch.Tensor:
     """Share of the softmax of every block, mean over a KV head's query heads, in float64.
 
     Args:
-        q: `[Hq, Dk]` of one sequence.
+        q: `[Hq, Dk]` of one sequence, at position T - 1.
         k: `[Hkv, T, Dk]`.
         scale: factor of the scores.
         block_size: tokens in a block.
+        softcap: as in `attend_reference`.
+        window: as in `attend_reference`.
 
     Returns:
-        `[Hkv, blocks]`; the kernel counts where it is at least 1 / blocks.
+        `[Hkv, blocks]`, 0 for blocks before the window; the kernel counts where it is at least
+        1 / blocks that overlap the window.
     """
-    group = q.shape[0] // k.shape[0]
+    heads, total, _ = k.shape
+    group = q.shape[0] // heads
     scores = torch.einsum("hd,htd->ht", q.double(), k.double().repeat_interleave(group, 0)) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if window:
+        scores[:, : max(total - window, 0)] = -math.inf
     weights = torch.softmax(scores, -1)
-    blocks = -(-k.shape[1] // block_size)
-    weights = torch.nn.functional.pad(weights, (0, blocks * block_size - k.shape[1]))
+    blocks = -(-total // block_size)
+    weights = torch.nn.functional.pad(weights, (0, blocks * block_size - total))
     shares = weights.view(q.shape[0], blocks, block_size).sum(-1)
-    return shares.view(k.shape[0], group, blocks).mean(1)
+    return shares.view(heads, group, blocks).mean(1)
+
+
+def hot_blocks(shares: torch.Tensor, total: int, block_size: int, window: int = 0) -> torch.Tensor:
+    """How `heat_reference` shares compare with the threshold, `[Hkv, blocks]`: hot from 1 on.
+
+    Args:
+        shares: `[Hkv, blocks]`.
+        total: tokens of the sequence.
+        block_size: tokens in a block.
+        window: last tokens that are seen, 0 = all; blocks before them are 0.
+    """
+    first = max(total - window, 0) // block_size if window else 0
+    hot = shares * (shares.shape[1] - first)
+    hot[:, :first] = 0.0
+    return hot
 
 
 def block_elems(kv_heads: int, head_dim_k: int, head_dim_v: int, block_size: int) -> int:

@@ -95,6 +95,7 @@ def extend(
 def expect(
     q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], scale: float,
     causal: bool = False, kv_mask: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    **scoring: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     parts = [
         attend_reference(
@@ -102,6 +103,7 @@ def expect(
             q_offset=k.shape[1] - q.shape[2],
             kv_mask=None if kv_mask is None else kv_mask[b : b + 1],
             bias=None if bias is None else bias[min(b, bias.shape[0] - 1)][None],
+            **scoring,
         )
         for b, (k, v) in enumerate(zip(keys, values, strict=True))
     ]  # fmt: skip

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
 import triton_ops
+from triton_ops import _checks
 from triton_ops.reference import Tables, attend_reference, place_rows
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -64,8 +66,8 @@ def decode(
 
 def extend(
     q: torch.Tensor,
-    k_new: torch.Tensor,
-    v_new: torch.Tensor,
+    k_new: torch.Tensor | None,
+    v_new: torch.Tensor | None,
     tables: Tables,
     block_size: int,
     scale: float,
@@ -76,7 +78,8 @@ def extend(
     rows = kwargs.pop("rows", None)
     if rows is None:
         rows = torch.arange(q.shape[0], dtype=torch.int32)
-    out = poisoned(*q.shape[:3], v_new.shape[3], dtype=q.dtype)
+    dim_v = kwargs["head_dim_v"] if v_new is None else v_new.shape[3]
+    out = poisoned(*q.shape[:3], dim_v, dtype=q.dtype)
     return triton_ops.attend_extend(
         q, k_new, v_new, rows, tables.row_base, tables.row_len, block_size=block_size, scale=scale,
         causal=causal, return_lse=True, out=out, **kwargs,
@@ -86,6 +89,7 @@ def extend(
 def expect(
     q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], scale: float,
     causal: bool = False, kv_mask: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    **scoring: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The reference, row by row because lengths differ; queries are the last tokens."""
     outs, lses = [], []
@@ -94,11 +98,29 @@ def expect(
         out, lse = attend_reference(
             q[b : b + 1], k[None], v[None], scale=scale, causal=causal,
             q_offset=k.shape[1] - q.shape[2],
-            kv_mask=None if kv_mask is None else kv_mask[b : b + 1], bias=row_bias,
+            kv_mask=None if kv_mask is None else kv_mask[b : b + 1], bias=row_bias, **scoring,
         )  # fmt: skip
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses)
+
+
+def scoring(kwargs: dict[str, object]) -> dict[str, object]:
+    """Those arguments that the reference takes too."""
+    names = ("kv_mask", "bias", "softcap", "window", "sinks")
+    return {name: kwargs[name] for name in names if name in kwargs}
+
+
+def visits(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Workspaces of the launches to come, NaN until a kernel writes to them."""
+    seen: list[torch.Tensor] = []
+
+    def workspace(device: torch.device, *shape: int) -> torch.Tensor:
+        seen.append(poisoned(*shape))
+        return seen[-1]
+
+    monkeypatch.setattr(_checks, "workspace", workspace)
+    return seen
 
 
 def check_decode(
@@ -109,8 +131,7 @@ def check_decode(
     tables = place_rows(keys, values, block_size, "cpu", fill=fill)
     heads, _, dim_v = values[0].shape
     out, lse = decode(q, tables, heads, dim_v, block_size, scale, **kwargs)
-    mask, bias = kwargs.get("kv_mask"), kwargs.get("bias")
-    want, want_lse = expect(q, keys, values, scale, kv_mask=mask, bias=bias)
+    want, want_lse = expect(q, keys, values, scale, causal=True, **scoring(kwargs))
     close(out, want, q.dtype)
     lse_close(lse, want_lse)
     return out, lse
@@ -126,8 +147,7 @@ def check_extend(
     out, lse = extend(q, k_new, v_new, tables, block_size, scale, causal, **kwargs)
     all_k = [torch.cat([k, new], 1) for k, new in zip(keys, k_new, strict=True)]
     all_v = [torch.cat([v, new], 1) for v, new in zip(values, v_new, strict=True)]
-    mask, bias = kwargs.get("kv_mask"), kwargs.get("bias")
-    want, want_lse = expect(q, all_k, all_v, scale, causal, mask, bias)
+    want, want_lse = expect(q, all_k, all_v, scale, causal, **scoring(kwargs))
     close(out, want, q.dtype)
     lse_close(lse, want_lse)
     return out, lse

@@ -86,6 +86,15 @@ def test_other_dtypes(tables: Tables, dtype: torch.dtype) -> None:
         ({"bias": torch.zeros(1, 9)}, ValueError, r"\[1, 9\]"),
         ({"bias": torch.zeros(1, 1, 1, 9, dtype=torch.int64)}, TypeError, "int64"),
         ({"row_heat": torch.zeros(1, dtype=torch.int64)}, ValueError, "max_blocks"),
+        ({"softcap": -1.0}, ValueError, r"softcap must be 0.*got -1.0"),
+        ({"softcap": float("inf")}, ValueError, "got inf"),
+        ({"softcap": float("nan")}, ValueError, "got nan"),
+        ({"window": -1}, ValueError, "window must be 0.*got -1"),
+        ({"window": 2.0}, TypeError, "window must be an int, got float"),
+        ({"sinks": torch.zeros(1)}, ValueError, r"sinks must be \[heads\] = \[2\], got \[1\]"),
+        ({"sinks": torch.zeros(2, 1)}, ValueError, r"got \[2, 1\]"),
+        ({"sinks": torch.zeros(2).double()}, TypeError, "sinks must be.*float64"),
+        ({"sinks": torch.zeros(2, device="meta")}, ValueError, "sinks are on meta"),
         ({"out": torch.zeros(1, 2, 1, 17)}, ValueError, r"\[1, 2, 1, 16\].*\[1, 2, 1, 17\]"),
         ({"out": torch.zeros(1, 2, 1, 32)[..., ::2]}, ValueError, "contiguous"),
     ],
@@ -105,6 +114,25 @@ def test_more_refusals(tables: Tables) -> None:
         extend(tables, q, q, q[:, :, :3])
     with pytest.raises(TypeError, match="one dtype"):
         extend(tables, q, q, q.half())
+    for bad in ({"softcap": -1.0}, {"window": -1}, {"sinks": torch.zeros(3)}):
+        with pytest.raises(ValueError, match=f"{next(iter(bad))} must be"):
+            extend(tables, q, q, q, **bad)
+    with pytest.raises(ValueError, match=r"window \(5\) needs causal=True"):
+        extend(tables, q, q, q, window=5, causal=False)
+    for k in (q[:, :, :3], None):
+        with pytest.raises(ValueError, match="as many new keys as queries"):
+            extend(tables, q, k, k, kv_heads=2, head_dim_v=16)
+    with pytest.raises(ValueError, match="both be None"):
+        extend(tables, q, q, None)
+    with pytest.raises(ValueError, match="kv_heads and head_dim_v must be given"):
+        extend(tables, q, None, None, causal=False, kv_heads=2)
+    with pytest.raises(ValueError, match="2 and 3"):
+        extend(tables, q, None, None, causal=False, kv_heads=3, head_dim_v=16)
+    with pytest.raises(ValueError, match="head_dim_v must be 16..256, got 15"):
+        extend(tables, q, None, None, causal=False, kv_heads=2, head_dim_v=15)
+    with pytest.raises(TypeError, match="kv_dtype.*float64"):
+        extend(tables, q, None, None, causal=False, kv_heads=2, head_dim_v=16,
+               kv_dtype=torch.float64)  # fmt: skip
     rows = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(TypeError, match="one dtype"):
         triton_ops.append(q, q.half(), rows, tables.row_base, tables.row_len, 32)

@@ -15,6 +15,7 @@ from triton_ops.reference import (
     build_tables,
     gather_blocks,
     heat_reference,
+    hot_blocks,
     merge_reference,
     pack_blocks,
     place_rows,
@@ -38,6 +39,32 @@ def test_attend_reference_without_keys() -> None:
         torch.randn(1, 2, 3, 16), torch.empty(1, 2, 0, 16), torch.empty(1, 2, 0, 16), scale=1.0
     )
     assert (out == 0).all() and (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("window", [1, 3, 7, 9])
+def test_attend_reference_with_a_window_equals_sdpa(window: int) -> None:
+    q, k, v = (torch.randn(2, h, t, 16, dtype=torch.float64) for h, t in ((4, 5), (2, 9), (2, 9)))
+    out, _ = attend_reference(q, k, v, scale=0.3, causal=True, q_offset=4, window=window)
+    band = torch.ones(5, 9, dtype=torch.bool).tril(4).triu(5 - window)
+    want = F.scaled_dot_product_attention(q, k, v, attn_mask=band, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(out, want)
+    with pytest.raises(ValueError, match="causal"):
+        attend_reference(q, k, v, scale=0.3, window=window)
+
+
+def test_attend_reference_with_sinks_and_cap_by_hand() -> None:
+    # B03 and B11: two keys of scores 0 and 4 capped at 2; eight keys beside a sink of ln 8
+    k, v = torch.tensor([0.0, 4.0]).view(1, 1, 2, 1), torch.tensor([0.0, 1.0]).view(1, 1, 2, 1)
+    q = torch.ones(1, 1, 1, 1)
+    for cap, want in ((2.0, 0.8730), (0.0, 0.9820)):
+        assert abs(attend_reference(q, k, v, scale=1.0, softcap=cap)[0].item() - want) < 5e-5
+    keys, values = torch.zeros(1, 1, 8, 1), torch.ones(1, 1, 8, 1)
+    sinks = torch.tensor([math.log(8.0)])
+    out, lse = attend_reference(q, keys, values, scale=1.0, sinks=sinks)
+    assert abs(out.item() - 0.5) < 1e-7 and abs(lse.item() - math.log(16.0)) < 1e-7
+    mask = torch.zeros(1, 8, dtype=torch.bool)
+    out, lse = attend_reference(q, keys, values, scale=1.0, sinks=sinks, kv_mask=mask)
+    assert out.item() == 0 and lse.item() == sinks.double().item()
 
 
 def test_pack_blocks_layout_by_the_formula() -> None:
@@ -77,6 +104,18 @@ def test_heat_reference_sums_to_one() -> None:
     shares = heat_reference(torch.randn(6, 16), torch.randn(2, 70, 16), scale=0.5, block_size=32)
     assert shares.shape == (2, 3)
     torch.testing.assert_close(shares.sum(1), torch.ones(2, dtype=torch.float64))
+
+
+def test_heat_reference_of_a_window() -> None:
+    q, k = torch.randn(6, 16), torch.randn(2, 100, 16)
+    shares = heat_reference(q, k, scale=0.5, block_size=32, window=40)
+    torch.testing.assert_close(shares.sum(1), torch.ones(2, dtype=torch.float64))
+    assert (shares[:, 0] == 0).all() and (shares[:, 1:] > 0).all()
+    hot = hot_blocks(shares, 100, 32, 40)
+    torch.testing.assert_close(hot, shares * 3)
+    assert (hot_blocks(shares, 100, 32, 1) > 0).sum() == 2
+    alone = heat_reference(q, k[:, 60:], scale=0.5, block_size=40)
+    torch.testing.assert_close(shares.sum(1, keepdim=True), alone)
 
 
 def test_merge_reference_rebuilds_the_whole() -> None:
