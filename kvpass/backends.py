@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import fx
 
-import kvpass.ops  # noqa: F401  # defines the ops that graphs call
+import kvpass.ops  # defines the ops that graphs call
+import kvpass.source_ops  # noqa: F401  # likewise
 from kvpass.config import Config
 from kvpass.errors import KVPassWarning
 from kvpass.graph.find import find_sites
 from kvpass.graph.kv import is_update
 from kvpass.graph.legality import graph_refusal
-from kvpass.graph.report import GraphReport, observe, report_graph
+from kvpass.graph.report import GraphReport, completed, observe, report_graph, text_of
 from kvpass.graph.rewrite import keep_effects, rewrite
 from kvpass.runtime.manager import Manager
 from kvpass.runtime.table import normalize
@@ -66,25 +67,28 @@ def backend(
             f"mode={mode!r}: kvpass runs without CUDA graphs in this version, as with the default "
             "mode"
         )
-    gm = _copy(gm)  # Dynamo still reads the graph it gave
-    result = find_sites(gm)
+    graph = _copy(gm)  # Dynamo still reads the graph it gave
+    result = find_sites(graph)
     refusal = graph_refusal(gm) if result.sites else None
-    report = report_graph(gm, result, refusal)
-    observe(report)
+    report = report_graph(graph, result, refusal)
+    before = text_of(gm)
+    if refusal is not None or not result.sites:
+        observe(completed(report, (), before, before))
     if refusal is not None:
         _warn_once(f"attention is not rewritten: {refusal}")
     if refusal is not None or not result.sites:
-        extra = keep_effects(gm.graph)
-        gm.recompile()
-        if refusal is not None and any(is_update(node) for node in gm.graph.nodes):
+        extra = keep_effects(graph)
+        if refusal is not None and any(is_update(node) for node in graph.nodes):
             # A compiler would trace a backward of the cache, which has none; eager only needs it
             # when somebody calls backward().
             config = config.merge(inner="eager")
-        whole = compile_inner(gm, list(example_inputs), config)
+        whole = compile_inner(_module(gm, graph), list(example_inputs), config)
         return whole if not extra else lambda *args: _without_last(whole(*args), extra)
-    plan = rewrite(gm, result.sites, config.memory.block_size)
-    examples = [node.meta["example_value"] for node in gm.graph.nodes if node.op == "placeholder"]
-    inner = compile_inner(gm, examples, config)
+    plan = rewrite(graph, result.sites, config.memory.block_size)
+    examples = [node.meta["example_value"] for node in graph.nodes if node.op == "placeholder"]
+    module = _module(gm, graph)
+    observe(completed(report, plan.gone, before, text_of(module)))
+    inner = compile_inner(module, examples, config)
     device = result.sites[0].query.meta["example_value"].device
     return RewrittenGraph(plan, inner, config, device, manager_for)
 
@@ -93,15 +97,20 @@ def _without_last(outputs: Any, extra: int) -> Any:
     return type(outputs)(list(outputs)[: len(outputs) - extra])
 
 
-def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+def _copy(gm: fx.GraphModule) -> fx.Graph:
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     result = graph.graph_copy(gm.graph, values)
     old = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
     graph.output(result).meta = dict(old.meta)
-    copy = fx.GraphModule(gm, graph)
-    copy.meta = dict(gm.meta)
-    return copy
+    return graph
+
+
+def _module(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """Parameters and constants of ``gm`` with another graph; only now is its code written."""
+    module = fx.GraphModule(gm, graph)
+    module.meta = dict(gm.meta)
+    return module
 
 
 def manager_for(config: Config, device: torch.device) -> Manager:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import kvpass.ops  # noqa: F401  # defines the ops that graphs call
+import kvpass.ops  # defines the ops that graphs call
+import kvpass.source_ops  # noqa: F401  # likewise
 from kvpass.config import Config
 from kvpass.errors import (
     CacheStateError,
@@ -113,6 +114,21 @@ class TieredState:
         with manager.step(batch, k.shape[2], [layer]) as rows:
             torch.ops.kvpass.append(k, v, rows, layer, self.config.memory.block_size)
         return manager.gather(batch, layer, batch.lengths[layer])
+
+    def read_dense(self, layer: int, past: int) -> tuple[Tensor, Tensor]:
+        """Dense copies of what a layer holds.
+
+        Raises:
+            CacheStateError: it holds another number of tokens than the caller assumes.
+        """
+        manager, batch = self.manager, self.batch
+        if manager is None or batch is None or batch.lengths[layer] != past:
+            stored = 0 if batch is None else batch.lengths[layer]
+            raise CacheStateError(
+                f"layer {layer} holds {stored} tokens, the graph was given {past}: the cache was "
+                "changed from outside in between"
+            )
+        return manager.gather(batch, layer, past)
 
     def replace(self, batch: Batch | None) -> None:
         """Take another batch's place (after fork); the old one is released."""
@@ -223,6 +239,30 @@ class TieredCache:
             key_states, value_states, self._handle, layer_idx, past, self.block_size
         )
         self._lengths[layer_idx] = past + key_states.shape[2]
+        return keys, values
+
+    def read(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """All keys and values of a layer, without adding any.
+
+        Args:
+            layer_idx: index of the layer.
+
+        Returns:
+            ``[B, Hkv, stored, Dk]`` and ``[B, Hkv, stored, Dv]``.
+
+        Raises:
+            CacheStateError: the layer holds nothing yet.
+        """
+        batch = self._state.batch
+        geometry = None if batch is None else batch.geometries[layer_idx]
+        if batch is None or geometry is None:
+            raise CacheStateError(
+                f"layer {layer_idx} holds no keys and values yet: update it first"
+            )
+        keys, values = torch.ops.kvpass.cache_read(
+            self._handle, layer_idx, self._lengths[layer_idx], batch.size, geometry.kv_heads,
+            geometry.head_dim_k, geometry.head_dim_v, geometry.dtype, batch.device, self.block_size,
+        )  # fmt: skip
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvpass.backends import backend
+from kvpass.errors import ConfigError
 from kvpass.graph.report import GraphReport, SiteReport, observed
 
 
@@ -56,6 +58,9 @@ class Explanation:
         lines = [self.headline]
         for site in self.sites:
             what = f"rewritten ({site.form}, mask: {site.mask})"
+            if site.gone:
+                what += f"; no longer made: {', '.join(site.gone[:3])}"
+                what += f" and {len(site.gone) - 3} more" if len(site.gone) > 3 else ""
             if not site.rewritten:
                 what = f"left as it was: {site.reason}"
             lines.append(f"  {site.module}: {what}")
@@ -64,6 +69,24 @@ class Explanation:
     def __repr__(self) -> str:
         """The headline: `explain` has printed the rest."""
         return f"<Explanation: {self.headline}>"
+
+    def write(self, folder: str | Path, prefix: str = "graph") -> list[Path]:
+        """Write each graph to ``<prefix>-<i>-before.txt`` and ``<prefix>-<i>-after.txt``.
+
+        Raises:
+            ConfigError: the folder cannot be written to.
+        """
+        check_folder(folder)
+        written = []
+        for i, graph in enumerate(self.graphs):
+            for when, text in (("before", graph.before), ("after", graph.after)):
+                path = Path(folder) / f"{prefix}-{i}-{when}.txt"
+                try:
+                    path.write_text(text, encoding="utf-8")
+                except OSError as error:
+                    raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+                written.append(path)
+        return written
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -74,11 +97,29 @@ class Explanation:
         }
 
 
+def check_folder(folder: str | Path) -> None:
+    """Make a folder for graphs, before any work is done.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the folder {folder} cannot be made: {error.strerror}") from error
+
+
 @contextmanager
-def explaining(model: Callable[..., Any]) -> Iterator[tuple[Callable[..., Any], list[GraphReport]]]:
+def explaining(
+    model: Callable[..., Any], texts: bool = False
+) -> Iterator[tuple[Callable[..., Any], list[GraphReport]]]:
     """A compiled form of ``model``, and the list that its graphs' reports go to.
 
     For an explanation of more than one call: run the compiled form inside the ``with`` block.
+
+    Args:
+        model: module or function.
+        texts: keep the text of each graph, before and after.
     """
     reports: list[GraphReport] = []
 
@@ -86,12 +127,16 @@ def explaining(model: Callable[..., Any]) -> Iterator[tuple[Callable[..., Any], 
         return backend(gm, example_inputs, options={"inner": "eager"})
 
     # A backend function of its own, so that Dynamo does not reuse an earlier compilation.
-    with observed(reports.append), torch._dynamo.config.patch(recompile_limit=64):
+    with observed(reports.append, texts), torch._dynamo.config.patch(recompile_limit=64):
         yield torch.compile(model, backend=uncompiled), reports
 
 
 def explain(
-    model: Callable[..., Any], *inputs: Any, verbose: bool = True, **kwargs: Any
+    model: Callable[..., Any],
+    *inputs: Any,
+    verbose: bool = True,
+    graph_dir: str | Path | None = None,
+    **kwargs: Any,
 ) -> Explanation:
     """Run a model once under the pass, and say what happened to each attention.
 
@@ -103,14 +148,19 @@ def explain(
         model: module or function to compile.
         *inputs: what it is called with.
         verbose: print the explanation.
+        graph_dir: folder, made if need be, that gets each graph before and after as text.
         **kwargs: likewise, e.g. ``past_key_values=kvpass.TieredCache(...)``.
 
     Returns:
         The explanation.
     """
-    with explaining(model) as (compiled, reports):
+    if graph_dir is not None:
+        check_folder(graph_dir)
+    with explaining(model, texts=graph_dir is not None) as (compiled, reports):
         compiled(*inputs, **kwargs)
     explanation = Explanation(tuple(reports))
+    if graph_dir is not None:
+        explanation.write(graph_dir)
     if verbose:
         print(explanation)
     return explanation

@@ -14,6 +14,41 @@ from kvpass.cache import TieredCache
 from kvpass.errors import CapacityError, ShapeError
 
 
+class LayerView:
+    """One layer of a TieredCache, as models that read a layer again expect it.
+
+    Args:
+        cache: the cache.
+        layer: index of the layer.
+    """
+
+    is_sliding = False
+    is_compileable = False
+
+    def __init__(self, cache: TransformersTieredCache, layer: int) -> None:
+        self.cache = cache
+        self.layer = layer
+
+    @property
+    def keys(self) -> Tensor:
+        """``[B, Hkv, stored, Dk]``, see :meth:`kvpass.TieredCache.read`."""
+        return self.cache.read(self.layer)[0]
+
+    @property
+    def values(self) -> Tensor:
+        """``[B, Hkv, stored, Dv]``, see :meth:`kvpass.TieredCache.read`."""
+        return self.cache.read(self.layer)[1]
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the layer holds tokens."""
+        return self.cache.get_seq_length(self.layer) > 0
+
+    def get_seq_length(self) -> int:
+        """Tokens stored."""
+        return self.cache.get_seq_length(self.layer)
+
+
 class TransformersTieredCache(TieredCache, Cache):
     """The protocol of transformers' ``Cache`` over a TieredCache.
 
@@ -32,9 +67,9 @@ class TransformersTieredCache(TieredCache, Cache):
         return self._state.batch is not None
 
     @property
-    def layers(self) -> list[None]:
-        """One entry a layer; a TieredCache has no layer objects."""
-        return [None] * len(self._lengths)
+    def layers(self) -> list[LayerView]:
+        """The layers; their keys and values are read only, by cross attention for example."""
+        return [LayerView(self, layer) for layer in range(len(self._lengths))]
 
     @property
     def is_sliding(self) -> list[bool]:

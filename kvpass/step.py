@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from kvpass.config import Config
 from kvpass.errors import CacheStateError, ShapeError
-from kvpass.graph.rewrite import FunctionalSite, LayerShape, Plan, TieredGroup
+from kvpass.graph.plan import FunctionalSite, LayerShape, Plan, TieredGroup
 from kvpass.runtime import directory
 from kvpass.runtime.batch import Batch
 from kvpass.runtime.geometry import BlockGeometry
@@ -135,6 +136,8 @@ class _Functional:
 
     def __init__(self, sites: list[FunctionalSite]) -> None:
         self.sites = sites
+        self.reads = sites[0].shape.tokens == 0 and not sites[0].out_k
+        self._copy: tuple[tuple[weakref.ref[Content], ...], Lease] | None = None
 
     def open(self, manager: Manager, args: Sequence[Any], sizes: _Sizes, config: Config) -> Lease:
         """The batch that the past handles stand for, or a new one."""
@@ -153,6 +156,8 @@ class _Functional:
             if contents is None:
                 break
         lease = self._same_batch(contents, manager) if contents else None
+        if lease is None and contents and self.reads:
+            lease = self._repacked(contents, manager, args, sizes, config)
         if lease is None:
             lease = self._adopt(manager, args, sizes, config)
         for layer, site in enumerate(self.sites):
@@ -172,18 +177,46 @@ class _Functional:
         lease = first.lease
         if lease.manager is not manager or lease.batch.layers != len(self.sites):
             return None
+        lengths = [content.length for content in contents[::2]]
         for position, content in enumerate(contents):
             layer, values = divmod(position, 2)
-            wanted = (layer, bool(values), first.length)
+            keep = self.sites[layer].shape.keep
+            start = max(0, lengths[layer] - keep) if keep else 0
+            wanted = (layer, bool(values), lengths[layer], start)
             if content.lease is not lease:
                 return None
-            if (content.layer, content.values, content.length) != wanted:
+            if (content.layer, content.values, content.length, content.start) != wanted:
                 return None
+            if start and self.sites[layer].shape.absolute:
+                return None  # a copy, whose first token is the first that was kept
         batch = lease.batch
-        if all(length == first.length for length in batch.lengths):
+        if lengths == batch.lengths:
             return lease
+        if len({*lengths}) > 1 or len({*batch.lengths}) > 1:
+            return None
         # An older handle of a sequence that has gone on since: continue from there, on its own.
         return Lease(manager, manager.fork(batch, range(batch.size), first.length))
+
+    def _repacked(
+        self,
+        contents: list[Content],
+        manager: Manager,
+        args: Sequence[Any],
+        sizes: _Sizes,
+        config: Config,
+    ) -> Lease:
+        """Handles that are only read, of several batches: a copy that is kept while they live."""
+        if self._copy is not None:
+            known, lease = self._copy
+            if [reference() for reference in known] == contents and lease.manager is manager:
+                return lease
+        lease = self._adopt(manager, args, sizes, config)
+        references = tuple(weakref.ref(content, self._forget_copy) for content in contents)
+        self._copy = references, lease
+        return lease
+
+    def _forget_copy(self, _: object) -> None:
+        self._copy = None
 
     def _adopt(self, manager: Manager, args: Sequence[Any], sizes: _Sizes, config: Config) -> Lease:
         """A new batch that holds a copy of the dense past, if there is one."""
@@ -224,8 +257,9 @@ class _Functional:
                 (site.out_v, True, shape.head_dim_v),
             ):
                 if positions:
-                    content = Content(lease, layer, values, length)
-                    size = (batch.size, shape.kv_heads, length, width)
+                    start = max(0, length - shape.keep) if shape.keep else 0
+                    content = Content(lease, layer, values, length, start)
+                    size = (batch.size, shape.kv_heads, length - start, width)
                     handle = KVHandle.of(content, size, shape.dtype)
                     for position in positions:
                         outputs[position] = handle

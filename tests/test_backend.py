@@ -94,7 +94,7 @@ def test_windows_and_what_is_refused_stay_right(name, form):
         assert all(site.reason for site in refused)
 
 
-def test_softcap_is_refused_with_a_reason_and_the_output_is_eager():
+def test_softcap_is_rewritten():
     model = tiny("gemma2", "eager")
     compile_with(model)
     ids, mask = prompt(2, 60, 5)

@@ -19,6 +19,7 @@ COMMANDS = {
     "demo": "Run SmolLM2 on a long document with most of its KV cache in the cold tier.",
     "generate": "Generate text from a model with a tiered KV cache.",
     "explain": "Say of each attention of a model whether it is rewritten, or why not.",
+    "models": "Say which attentions of transformers' models are rewritten, on tiny random ones.",
     "doctor": "Say what this machine can do, and how to mend what it cannot.",
 }
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -29,6 +30,9 @@ def command(
         str, typer.Option(help="Inner compiler of --verify: auto, inductor, aot_eager or eager.")
     ] = "eager",
     hot: Annotated[str, typer.Option(help="Hot size of --verify, e.g. 8MiB, or auto.")] = "auto",
+    graph: Annotated[
+        Path | None, typer.Option(help="Folder that gets each graph before and after, as text.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say of each attention whether it is rewritten, with every cache form the model takes.
@@ -41,9 +45,11 @@ def command(
     import model_zoo
     from kvpass.cli import running
     from kvpass.config import Config
-    from kvpass.explanation import Explanation, explaining
+    from kvpass.explanation import Explanation, check_folder, explaining
 
     Config.load(inner=inner, hot=hot)
+    if graph is not None:
+        check_folder(graph)
     loaded = model_zoo.load(model)
     prompt = torch.tensor([loaded.tokenizer.encode(PROMPT)])
     own = via is Via.own
@@ -66,9 +72,11 @@ def command(
     results: list[dict[str, Any]] = []
     failed = False
     for name, make in caches.items():
-        with explaining(network) as (module, reports):
+        with explaining(network, texts=graph is not None) as (module, reports):
             running.decode(step_of(module, make()), prompt, 3)
         explanation = Explanation(tuple(reports))
+        if graph is not None:
+            explanation.write(graph, name)
         row: dict[str, Any] = {"cache": name, **explanation.as_dict()}
         if reference is not None:
             step = step_of(running.compiled(network, inner), make())

@@ -3,27 +3,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 from torch import fx
 
-from kvpass.graph.site import CacheForm, CacheSource
+from kvpass.graph.operands import Operand
+from kvpass.graph.site import CacheForm, CacheSource, MaskSpec
 from kvpass.graph.walk import (
     NotMatched,
     bind,
     describe,
-    inserted_axes,
     is_cast,
+    is_written,
     mutates,
     need_tensor,
     op_name,
     proven,
     same,
-    same_shape,
     shape_of,
     tensor_of,
     upwards,
 )
+from kvpass.runtime.handle import KVHandle
 
 NO_CACHE = "no KV cache: left to the inner compiler"
 
@@ -34,93 +35,6 @@ class NoSource(NotMatched):
     def __init__(self, reason: str, form: CacheForm | None = None) -> None:
         super().__init__(reason)
         self.form = form
-
-
-@dataclass(frozen=True)
-class Operand:
-    """K or V as the product sees it (``node``), before head repeats (``base``), nodes between."""
-
-    node: fx.Node
-    base: fx.Node
-    between: tuple[fx.Node, ...]
-
-
-def unrepeat(node: fx.Node) -> Operand:
-    """Walk back over ``contiguous`` and over repeats of each KV head for its group of query heads.
-
-    Only repeats with the interleaved order (query head i uses KV head i // r) are passed.
-    """
-    current = node
-    between: list[fx.Node] = []
-    while True:
-        step = _step(current)
-        if step is None:
-            return Operand(node, current, tuple(between))
-        inner, passed = step
-        between.extend(passed)
-        current = inner
-
-
-def _step(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
-    name = op_name(node)
-    source = node.args[0] if node.args else None
-    if not isinstance(source, fx.Node):
-        return None
-    if name == "contiguous" and len(node.args) == 1 and not node.kwargs:
-        return source, [node]
-    if name == "repeat_interleave":
-        return _repeat_interleave(node)
-    if name in ("reshape", "view", "flatten"):
-        return _expanded(node, source)
-    return None
-
-
-def _repeat_interleave(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
-    bound = bind(node, "input", "repeats", "dim", "output_size")
-    if bound is None:
-        return None
-    source, repeats, dim = bound.get("input"), bound.get("repeats"), bound.get("dim")
-    before, after = shape_of(source), shape_of(node)
-    if not isinstance(source, fx.Node) or before is None or after is None:
-        return None
-    if not isinstance(repeats, int) or len(before) != 4 or dim not in (1, -3):
-        return None
-    expected = (before[0], before[1] * repeats, before[2], before[3])
-    return (source, [node]) if same_shape(after, expected) else None
-
-
-def _expanded(node: fx.Node, source: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
-    """``x[:, :, None].expand(B, H, r, S, D).reshape(B, H * r, S, D)``."""
-    passed = [node]
-    if op_name(source) == "contiguous" and isinstance(source.args[0], fx.Node):
-        passed.append(source)
-        source = source.args[0]
-    if op_name(source) != "expand" or not isinstance(source.args[0], fx.Node):
-        return None
-    widened = source.args[0]
-    if op_name(widened) not in ("getitem", "unsqueeze"):
-        return None
-    origin = widened.args[0]
-    shapes = [shape_of(item) for item in (origin, widened, source, node)]
-    if not isinstance(origin, fx.Node) or any(shape is None for shape in shapes):
-        return None
-    first, with_axis, grown, last = (tuple(shape or ()) for shape in shapes)
-    if (len(first), len(with_axis), len(grown), len(last)) != (4, 5, 5, 4):
-        return None
-    if op_name(widened) == "unsqueeze":
-        bound = bind(widened, "input", "dim")
-        if bound is None or bound["dim"] not in (2, -3):
-            return None
-    elif inserted_axes(widened.args[1], 4) != [0, 1, None, 2, 3]:
-        return None
-    batch, heads, length, dim = first
-    repeats = grown[2]
-    fits = (
-        same_shape(with_axis, (batch, heads, 1, length, dim))
-        and same_shape(grown, (batch, heads, repeats, length, dim))
-        and same_shape(last, (batch, heads * repeats, length, dim))
-    )
-    return (origin, [*passed, source, widened]) if fits else None
 
 
 def find_source(keys: Operand, values: Operand, live: set[fx.Node]) -> CacheSource:
@@ -137,6 +51,8 @@ def find_source(keys: Operand, values: Operand, live: set[fx.Node]) -> CacheSour
         return _tiered(k, v, update, live)
     if op_name(k) == "cat" and op_name(v) == "cat":
         return _functional(k, v, live)
+    if is_handle(k) and is_handle(v):
+        return _read(k, v)
     for operand, what in ((keys, "keys"), (values, "values")):
         _explain(operand, what)
     raise NoSource(NO_CACHE, "none")
@@ -144,23 +60,53 @@ def find_source(keys: Operand, values: Operand, live: set[fx.Node]) -> CacheSour
 
 def is_update(node: object) -> bool:
     """Whether the node is a ``kvpass.cache_update`` call."""
+    return _is_op(node, "cache_update")
+
+
+def is_read(node: object) -> bool:
+    """Whether the node is a ``kvpass.cache_read`` call."""
+    return _is_op(node, "cache_read")
+
+
+def _is_op(node: object, name: str) -> bool:
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return False
-    return str(node.target) in ("kvpass.cache_update.default", "kvpass.cache_update")
+    return str(node.target) in (f"kvpass.{name}.default", f"kvpass.{name}")
+
+
+def is_handle(node: fx.Node) -> bool:
+    """Whether a node is an input that stands for the keys or values of an earlier graph."""
+    return node.op == "placeholder" and isinstance(tensor_of(node), KVHandle)
+
+
+def _read(k: fx.Node, v: fx.Node) -> CacheSource:
+    if is_written(k) or is_written(v):
+        raise NoSource("the cached keys or values are written in place")
+    return CacheSource("read", k, v, past_k=k, past_v=v)
 
 
 def _update_of(node: fx.Node) -> fx.Node | None:
     if op_name(node) != "getitem":
         return None
     source = node.args[0]
-    return source if isinstance(source, fx.Node) and is_update(source) else None
+    return (
+        source if isinstance(source, fx.Node) and (is_update(source) or is_read(source)) else None
+    )
 
 
 def _tiered(k: fx.Node, v: fx.Node, update: fx.Node | None, live: set[fx.Node]) -> CacheSource:
-    if update is None or _update_of(v) is not update:
+    other = _update_of(v)
+    if update is None or other is None:
         raise NoSource("keys and values do not come from the same TieredCache update")
     if (k.args[1], v.args[1]) != (0, 1):
         raise NoSource("keys and values of the TieredCache update are swapped")
+    if is_read(update) and is_read(other):
+        # Keys and values are asked for one after the other.
+        if update.args != other.args:
+            raise NoSource("keys and values are read from different layers of a TieredCache")
+        return CacheSource("tiered", k, v, update=update)
+    if other is not update:
+        raise NoSource("keys and values do not come from the same TieredCache update")
     others = [user for user in update.users if user in live and user not in (k, v)]
     if others:
         raise NoSource(f"the TieredCache update is also used by {describe(others[0])}")
@@ -203,14 +149,19 @@ def _is_empty(node: fx.Node) -> bool:
 
 def _functional(k: fx.Node, v: fx.Node, live: set[fx.Node]) -> CacheSource:
     (past_k, new_k), (past_v, new_v) = _cat_parts(k), _cat_parts(v)
+    stored_k, keep = _stored(k)
+    stored_v, keep_v = _stored(v)
+    if keep != keep_v:
+        raise NoSource(f"keys and values keep different numbers of tokens: {keep} and {keep_v}")
+    source = CacheSource(
+        "functional", k, v, k_new=new_k, v_new=new_v, stored_k=stored_k, stored_v=stored_v,
+        keep=keep,
+    )  # fmt: skip
     if _is_empty(past_k) and _is_empty(past_v):
-        source = CacheSource("functional", k, v, k_new=new_k, v_new=new_v)
-    elif _is_past(past_k) and _is_past(past_v):
+        return source
+    if _is_past(past_k) and _is_past(past_v):
         if past_k is past_v:
             raise NoSource("keys and values share one past tensor")
-        source = CacheSource(
-            "functional", k, v, k_new=new_k, v_new=new_v, past_k=past_k, past_v=past_v
-        )
         for past, cat in ((past_k, k), (past_v, v)):
             others = [user for user in past.users if user in live and user is not cat]
             if others:
@@ -218,20 +169,38 @@ def _functional(k: fx.Node, v: fx.Node, live: set[fx.Node]) -> CacheSource:
                     f"the past {past.name} is also used by {describe(others[0])}: "
                     "a cache that something else reads cannot be replaced"
                 )
-    elif not any((_is_empty(past_k), _is_past(past_k), _is_empty(past_v), _is_past(past_v))):
+        return replace(source, past_k=past_k, past_v=past_v)
+    if not any((_is_empty(past_k), _is_past(past_k), _is_empty(past_v), _is_past(past_v))):
         raise NoSource(NO_CACHE, "none")
-    else:
-        raise NoSource("keys and values are cached in different ways")
-    for cat in (k, v):
-        if not any(user.op == "output" for user in cat.users):
-            slices = [user for user in cat.users if op_name(user) == "getitem" and _returned(user)]
-            if slices:
-                raise NoSource(
-                    f"only a slice of the grown cache is returned ({slices[0].name}): "
-                    "a cache with a sliding window is not supported yet"
-                )
-            raise NoSource(f"the grown cache {cat.name} is not returned by the graph")
-    return source
+    raise NoSource("keys and values are cached in different ways")
+
+
+def _stored(cat: fx.Node) -> tuple[fx.Node, int]:
+    """What the graph returns of a grown cache, and the tokens it keeps (0: all)."""
+    if _returned(cat):
+        return cat, 0
+    for user in cat.users:
+        if op_name(user) != "getitem" or not _returned(user):
+            continue
+        keep = _last_tokens(user.args[1])
+        if keep is None:
+            raise NoSource(f"a slice of the grown cache is returned ({user.name}) and not read")
+        return user, keep
+    raise NoSource(f"the grown cache {cat.name} is not returned by the graph")
+
+
+def _last_tokens(index: object) -> int | None:
+    """``k`` of the index ``[:, :, -k:, :]``."""
+    whole = slice(None, None, None)
+    if not isinstance(index, tuple) or len(index) not in (3, 4):
+        return None
+    if any(item != whole for i, item in enumerate(index) if i != 2):
+        return None
+    tokens = index[2]
+    if not isinstance(tokens, slice) or tokens.stop is not None or tokens.step not in (None, 1):
+        return None
+    start = tokens.start
+    return -start if isinstance(start, int) and start < 0 else None
 
 
 def _returned(node: fx.Node) -> bool:
@@ -239,12 +208,14 @@ def _returned(node: fx.Node) -> bool:
 
 
 def check_new(source: CacheSource, query: fx.Node) -> None:
-    """The new keys and values are one token for each query row, and alike.
+    """The new keys and values are alike.
 
     Raises:
-        NoSource: they are not, as in cross attention.
+        NoSource: they are not.
     """
     q = need_tensor(query, "the query").shape
+    if source.k_new is None:
+        return
     k = need_tensor(source.k_new, "the new keys").shape
     v = need_tensor(source.v_new, "the new values").shape
     if len(k) != 4 or len(v) != 4 or len(q) != 4:
@@ -253,8 +224,36 @@ def check_new(source: CacheSource, query: fx.Node) -> None:
         raise NoSource(
             f"new keys {tuple(k)} and values {tuple(v)} differ in batch, heads or tokens"
         )
-    if not same(k[2], q[2]):
-        raise NoSource(f"{k[2]} new keys for {q[2]} queries: cross attention is not supported yet")
+
+
+def placed_mask(source: CacheSource, query: fx.Node, mask: MaskSpec) -> MaskSpec:
+    """What a mask means with the positions that the cache gives its tokens.
+
+    Raises:
+        NoSource: it is not.
+    """
+    queries = need_tensor(query, "the query").shape[2]
+    if mask.causal and (
+        source.k_new is None or not same(need_tensor(source.k_new, "keys").shape[2], queries)
+    ):
+        raise NoSource("the mask is causal, but there is not one new key for each query")
+    if source.keep:
+        keys = need_tensor(source.keys, "the keys").shape[2]
+        if not mask.window and mask.causal and proven(keys <= source.keep + 1):
+            mask = replace(mask, window=source.keep + 1)  # all tokens that are kept, no older ones
+        if mask.window == 0 or mask.window > source.keep + 1:
+            raise NoSource(
+                f"the cache keeps {source.keep} tokens, the mask shows "
+                f"{mask.window or 'all of them'}: a shortened cache needs a window that fits"
+            )
+        past = shape_of(source.past_k)
+        whole = past is None or proven(past[2] < source.keep)
+        if (mask.terms or mask.kv_mask is not None) and not whole:
+            raise NoSource(
+                "a mask over a cache that keeps a window of tokens counts from the first one that "
+                "is kept: pass a TieredCache, which keeps positions"
+            )
+    return mask
 
 
 # fmt: off
@@ -336,21 +335,3 @@ def _is_cache(node: fx.Node) -> bool:
     if not isinstance(parts, (list, tuple)) or len(parts) != 2 or bound.get("dim") in (-1, 3):
         return False
     return isinstance(parts[0], fx.Node) and (_is_past(parts[0]) or _is_empty(parts[0]))
-
-
-def kv_heads(operand: Operand, query_heads: int, grouped: bool, what: str) -> int:
-    """KV heads in the cache, after checking how query heads are spread over them.
-
-    Raises:
-        NotMatched: the heads of the product do not follow "query head i uses KV head i // r".
-    """
-    product = need_tensor(operand.node, what).shape[1]
-    stored = need_tensor(operand.base, what).shape[1]
-    if not isinstance(product, int) or not isinstance(stored, int):
-        raise NotMatched(f"the number of heads of the {what} is not static")
-    fits = product in (query_heads, 1) or (grouped and query_heads % max(product, 1) == 0)
-    if not fits or stored < 1 or query_heads % stored:
-        raise NotMatched(
-            f"{query_heads} query heads cannot be spread over {product} heads of the {what}"
-        )
-    return stored

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from kvpass.graph.site import AttentionSite
-from kvpass.graph.walk import same, tensor_of
+from kvpass.graph.walk import same, same_shape, tensor_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
@@ -56,7 +56,8 @@ def site_refusal(site: AttentionSite) -> str | None:
             f"{values.shape[0]} of the values are not the same"
         )
     expected = (query.shape[0], heads, query.shape[2], values.shape[3])
-    if output.dim() != 4 or not all(map(same, output.shape, expected)):
+    folded = (query.shape[0] * heads, *expected[2:])
+    if not same_shape(output.shape, expected) and not same_shape(output.shape, folded):
         return f"the output {tuple(output.shape)} is not {tuple(expected)}"
     return None
 

@@ -20,6 +20,7 @@ from kvpass.graph.values import Bias, Bound, Const, Index, Keep, Pad, Value, bel
 from kvpass.graph.walk import (
     Size,
     bind,
+    fixed,
     inserted_axes,
     is_cast,
     is_written,
@@ -35,9 +36,10 @@ from kvpass.graph.walk import (
 
 @dataclass(frozen=True)
 class Reading:
-    """A mask that has been read: causal, padding, or neither."""
+    """A mask that has been read: causal, in a sliding window, padding, or none of them."""
 
     causal: bool
+    window: int
     kv_mask: fx.Node | None
     # Hidden keys get this score; -inf also for bool masks of SDPA.
     hidden: float = -math.inf
@@ -69,17 +71,26 @@ class MaskReader:
             value = value.keep
         if not isinstance(value, Keep) or value.negated or not shape or not same(shape[-1], keys):
             return None
-        causal = False
+        causal, window = False, 0
         for bound in value.bounds:
             if bound.k_axis != -1 or not same(bound.k_extent, keys):
                 return None
-            if proven(bound.shift >= keys - 1) and not same(bound.shift, keys - queries):
+            if _hides_nothing(bound, queries, keys):
                 continue
             if bound.q_axis not in (-2, None) or not same(bound.q_extent, queries):
                 return None
-            if not same(bound.shift, keys - queries):
+            if bound.lower:
+                # j > i + (keys - queries) - window
+                width = fixed(keys - queries - bound.shift)
+                if width is None or width < 1:
+                    return None
+                window = min(width, window or width)
+            elif not same(bound.shift, keys - queries):
                 return None
-            causal = True
+            else:
+                causal = True
+        if window and not causal:
+            return None
         nodes = {pad.node for pad in value.pads}
         if len(nodes) > 1:
             return None
@@ -90,7 +101,7 @@ class MaskReader:
             fits = same(pad.b_extent, batch) and same(rows.shape[0], batch)
             if not fits or not same(pad.k_extent, keys):
                 return None
-        return Reading(causal, next(iter(nodes), None), hidden)
+        return Reading(causal, window, next(iter(nodes), None), hidden)
 
     def _evaluate(self, node: fx.Node) -> Value | None:
         if is_written(node):
@@ -247,7 +258,7 @@ class MaskReader:
     def _invert(self, node: fx.Node) -> Value | None:
         value, tensor = self.value(node.args[0]), tensor_of(node.args[0])
         if isinstance(value, Keep) and tensor is not None and tensor.dtype == torch.bool:
-            return replace(value, negated=not value.negated)
+            return value.inverted()
         return None
 
     def _zero(self, node: fx.Node) -> Value | None:
@@ -258,7 +269,7 @@ class MaskReader:
         value = self.value(bound["input"])
         if not isinstance(value, Keep):
             return None
-        return replace(value, negated=value.negated != (op_name(node) == "eq"))
+        return value.inverted() if op_name(node) == "eq" else value
 
     def _ones(self, node: fx.Node) -> Value | None:
         return Keep()
@@ -288,7 +299,7 @@ class MaskReader:
         shift = diagonal if lower else diagonal - 1
         keep = Keep(bounds=(Bound(-1, -2, shift, shape[-1], shape[-2]),))
         if isinstance(inner, Keep) and not (inner.bounds or inner.pads or inner.negated):
-            return keep if lower else replace(keep, negated=True)
+            return keep if lower else keep.inverted()
         if isinstance(inner, Const) and not lower and inner.value < 0:
             return Bias(keep, inner.value)
         return None
@@ -304,7 +315,7 @@ class MaskReader:
         if not isinstance(hidden, Const):
             return None
         if hidden.value == 0.0:
-            keep, seen, hidden = replace(keep, negated=not keep.negated), hidden, seen
+            keep, seen, hidden = keep.inverted(), hidden, seen
         if seen.value != 0.0 or not hidden.value < 0:
             return None
         return Bias(keep, hidden.value)
@@ -318,12 +329,21 @@ class MaskReader:
             return None
         if not isinstance(fill, Const) or not fill.value < 0:
             return None
-        return Bias(replace(mask, negated=not mask.negated), fill.value)
+        return Bias(mask.inverted(), fill.value)
 
     def _same(self, node: fx.Node) -> Value | None:
         """Broadcasting and copies: axes counted from the right do not move."""
         value = self.value(node.args[0])
         return value if node.args and isinstance(node.args[0], fx.Node) else None
+
+
+def _hides_nothing(bound: Bound, queries: Size, keys: Size) -> bool:
+    """Whether a bound is proven to hold for all keys, whatever the query."""
+    if bound.lower:
+        # The strictest query is the last one.
+        last = queries - 1 if bound.q_axis is not None else 0
+        return proven(bound.shift + last < 0)
+    return proven(bound.shift >= keys - 1) and not same(bound.shift, keys - queries)
 
 
 def _opaque(node: fx.Node) -> Value | None:

@@ -3,12 +3,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 from torch import fx
 
-from kvpass.graph.walk import NotMatched, bind, describe, op_name, shape_of
+from kvpass.graph.walk import (
+    NotMatched,
+    bind,
+    describe,
+    number_of,
+    op_name,
+    shape_of,
+    tensor_of,
+)
 
 PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
 
@@ -30,11 +39,35 @@ def value_operand(product: fx.Node, probabilities: fx.Node) -> fx.Node:
     return second
 
 
+def bias_of(product: fx.Node) -> tuple[fx.Node, float, float] | None:
+    """(bias, beta, alpha) of ``beta * bias + alpha * (q @ k^T)`` (baddbmm), else None.
+
+    Raises:
+        NotMatched: its arguments are not understood.
+    """
+    if op_name(product) != "baddbmm":
+        return None
+    bound = _baddbmm(product)
+    bias = bound.get("input")
+    beta, alpha = (number_of(bound.get(name, 1)) for name in ("beta", "alpha"))
+    tensor = tensor_of(bias)
+    if not isinstance(bias, fx.Node) or tensor is None or not tensor.is_floating_point():
+        raise NotMatched(f"the bias of {describe(product)} is not a floating-point tensor")
+    if beta is None or alpha is None or not (math.isfinite(beta) and 0.0 < alpha < math.inf):
+        raise NotMatched(f"beta and alpha of {describe(product)} are not known and finite")
+    return bias, beta, alpha
+
+
+def _baddbmm(product: fx.Node) -> dict[str, Any]:
+    bound = bind(product, "input", "batch1", "batch2", "beta", "alpha")
+    if bound is None:
+        raise NotMatched(f"the arguments of {describe(product)} are not understood")
+    return bound
+
+
 def _operands(product: fx.Node) -> tuple[fx.Node, fx.Node, tuple[str, str, str] | None]:
     """The two tensors of a product, and for einsum the checked letters of its equation."""
     name = op_name(product)
-    if name == "baddbmm":
-        raise NotMatched("baddbmm (ALiBi inside the product) is not supported yet")
     letters = None
     if name == "einsum":
         if product.kwargs or not product.args or not isinstance(product.args[0], str):
@@ -43,21 +76,22 @@ def _operands(product: fx.Node) -> tuple[fx.Node, fx.Node, tuple[str, str, str] 
         if len(items) == 1 and isinstance(items[0], (list, tuple)):
             items = items[0]
         letters = _letters(product.args[0])
+    elif name == "baddbmm":
+        bound = _baddbmm(product)
+        items = [bound.get("batch1"), bound.get("batch2")]
     else:
-        bound = bind(product, "input", "other") or bind(product, "input", "mat2")
-        if bound is None or len(bound) != 2:
+        found = bind(product, "input", "other") or bind(product, "input", "mat2")
+        if found is None or len(found) != 2:
             raise NotMatched(f"the arguments of {describe(product)} are not understood")
-        items = list(bound.values())
+        items = list(found.values())
     if len(items) != 2 or not all(isinstance(item, fx.Node) for item in items):
         raise NotMatched(f"{describe(product)} is not a product of two tensors")
-    for item in (*items, product):
-        shape = shape_of(item)
-        if shape is None or len(shape) != 4:
-            rank = "unknown" if shape is None else len(shape)
-            raise NotMatched(
-                f"{describe(item)} has rank {rank}: only [batch, heads, tokens, head_dim] is "
-                "supported"
-            )
+    ranks = {len(shape_of(item) or ()) for item in (*items, product)}
+    if ranks not in ({4}, {3}):
+        raise NotMatched(
+            f"{describe(product)} is not a product over [batch, heads, tokens, head_dim] or "
+            "[batch * heads, tokens, head_dim]"
+        )
     return items[0], items[1], letters
 
 
@@ -100,15 +134,17 @@ def _swaps_last(node: fx.Node) -> bool:
         return False
     name = op_name(node)
     rest: tuple[Any, ...] = node.args[1:]
+    rank = len(shape_of(node) or ())
+    last = [rank - 2, rank - 1]
     if name == "transpose" and len(rest) == 2 and not node.kwargs:
-        return _axes(rest) in ([2, 3], [3, 2])
+        return sorted(_axes(rest, rank)) == last
     if name == "permute" and not node.kwargs:
         dims = rest[0] if len(rest) == 1 and isinstance(rest[0], (list, tuple)) else rest
-        return _axes(dims) == [0, 1, 3, 2]
+        return _axes(dims, rank) == [*range(rank - 2), rank - 1, rank - 2]
     return name == "getattr" and rest == ("mT",)
 
 
-def _axes(dims: Iterable[Any]) -> list[int]:
-    """Axes of a 4-D tensor counted from the left, empty if one is not a constant."""
+def _axes(dims: Iterable[Any], rank: int) -> list[int]:
+    """Axes counted from the left, empty if one is not a constant."""
     items = list(dims)
-    return [d % 4 for d in items] if all(isinstance(d, int) for d in items) else []
+    return [d % rank for d in items] if all(isinstance(d, int) for d in items) else []

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -24,6 +24,7 @@ class SiteReport:
         mask: the mask in words; empty when not rewritten.
         rewritten: whether it was.
         reason: why not; empty when it was.
+        gone: tensors that are no longer made, ``"name [shape]"``.
     """
 
     module: str
@@ -31,13 +32,22 @@ class SiteReport:
     mask: str
     rewritten: bool
     reason: str
+    gone: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class GraphReport:
-    """All attentions of one graph, in program order."""
+    """All attentions of one graph, in program order.
+
+    Attributes:
+        sites: one report an attention.
+        before: the graph as Dynamo made it, as text; empty unless it was asked for.
+        after: the same graph, rewritten; likewise.
+    """
 
     sites: tuple[SiteReport, ...]
+    before: str = ""
+    after: str = ""
 
     @property
     def rewritten(self) -> int:
@@ -45,8 +55,8 @@ class GraphReport:
         return sum(site.rewritten for site in self.sites)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
+        """Plain values, for JSON, without the texts."""
+        return {"sites": [asdict(site) for site in self.sites]}
 
 
 _observers: ContextVar[tuple[Callable[[GraphReport], None], ...]] = ContextVar(
@@ -54,14 +64,29 @@ _observers: ContextVar[tuple[Callable[[GraphReport], None], ...]] = ContextVar(
 )
 
 
+_texts: ContextVar[bool] = ContextVar("kvpass_texts", default=False)
+
+
 @contextmanager
-def observed(callback: Callable[[GraphReport], None]) -> Iterator[None]:
-    """Call ``callback`` with the report of every graph compiled inside."""
+def observed(callback: Callable[[GraphReport], None], texts: bool = False) -> Iterator[None]:
+    """Call ``callback`` with the report of every graph compiled inside.
+
+    Args:
+        callback: gets the reports.
+        texts: write the graphs out as text too.
+    """
     token = _observers.set((*_observers.get(), callback))
+    wanted = _texts.set(texts or _texts.get())
     try:
         yield
     finally:
+        _texts.reset(wanted)
         _observers.reset(token)
+
+
+def text_of(gm: fx.GraphModule) -> str:
+    """A graph as text with shapes, if somebody asked for it."""
+    return str(gm.print_readable(print_output=False)) if _texts.get() else ""
 
 
 def observe(report: GraphReport) -> None:
@@ -70,9 +95,9 @@ def observe(report: GraphReport) -> None:
         callback(report)
 
 
-def report_graph(gm: fx.GraphModule, result: FindResult, refusal: str | None) -> GraphReport:
+def report_graph(graph: fx.Graph, result: FindResult, refusal: str | None) -> GraphReport:
     """The report of one graph; ``refusal`` is a reason that concerns all of it."""
-    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    order = {node: i for i, node in enumerate(graph.nodes)}
     found: list[tuple[int, SiteReport]] = []
     for site in result.sites:
         words = site.mask.describe()
@@ -83,3 +108,19 @@ def report_graph(gm: fx.GraphModule, result: FindResult, refusal: str | None) ->
         found.append((order[refused.anchor], report))
     found.sort(key=lambda pair: pair[0])
     return GraphReport(tuple(report for _, report in found))
+
+
+def completed(
+    report: GraphReport, gone: Sequence[tuple[str, ...]], before: str, after: str
+) -> GraphReport:
+    """The report with what is known after rewriting.
+
+    Args:
+        report: of the graph before.
+        gone: for each rewritten site, in program order, the tensors that are no longer made.
+        before: text of the graph, or empty.
+        after: likewise.
+    """
+    left = iter(gone)
+    sites = (replace(s, gone=next(left)) if s.rewritten else s for s in report.sites)
+    return GraphReport(tuple(sites), before, after)

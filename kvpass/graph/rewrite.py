@@ -10,108 +10,39 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from kvpass.graph.kv import is_update
+from kvpass.graph.emit import call, example, operand, scaled_query, size_of, total
+from kvpass.graph.kv import is_read, is_update
+from kvpass.graph.plan import FunctionalSite, LayerShape, Plan, TieredGroup
 from kvpass.graph.site import AttentionSite
-from kvpass.graph.walk import mutates
+from kvpass.graph.walk import mutates, shape_of, size_reads
 from kvpass.runtime.table import MAX_LAYERS
 
 
-@dataclass(frozen=True)
-class LayerShape:
-    """Shapes of one rewritten site; sizes may be symbolic expressions.
-
-    ``past`` and ``mask`` are lengths that the graph assumes, checked against the cache at every
-    call: tokens stored (TieredCache only), and columns of the padding mask.
-    """
-
-    batch: Any
-    tokens: Any
-    kv_heads: int
-    head_dim_k: int
-    head_dim_v: int
-    dtype: torch.dtype
-    past: Any = None
-    mask: Any = None
-
-
-@dataclass
-class TieredGroup:
-    """The sites of one TieredCache in a graph.
-
-    Attributes:
-        handle: index of its handle among the graph's inputs.
-        block_size: tokens of a block.
-        layers: layer index to shape.
-    """
-
-    handle: int
-    block_size: int
-    layers: dict[int, LayerShape] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class FunctionalSite:
-    """One site whose cache is passed in and returned.
-
-    Attributes:
-        past_k, past_v: indices of the past among the graph's inputs, or None at first prefill.
-        out_k, out_v: positions of the new cache among the graph's outputs.
-    """
-
-    past_k: int | None
-    past_v: int | None
-    out_k: tuple[int, ...]
-    out_v: tuple[int, ...]
-    shape: LayerShape
-
-
-@dataclass
-class Plan:
-    """How to call a rewritten graph.
-
-    Attributes:
-        inputs: for each input of the new graph: index of an old input, or the number of the rows
-            tensor (tiered groups first, then the functional group) as ``-1 - number``.
-        tiered: TieredCache groups; the sites of a group have the same batch and new tokens.
-        functional: groups of functional sites, in program order; a group shares one batch.
-        extra: outputs at the end that only keep effects alive; the caller drops them.
-        symbols: symbol to (input index, dimension or None) it can be read from.
-        rewritten: number of sites.
-    """
-
-    inputs: list[int] = field(default_factory=list)
-    tiered: list[TieredGroup] = field(default_factory=list)
-    functional: list[list[FunctionalSite]] = field(default_factory=list)
-    extra: int = 0
-    symbols: dict[Any, tuple[int, int | None]] = field(default_factory=dict)
-    rewritten: int = 0
-
-
-def _example(node: fx.Node) -> Any:
-    return node.meta["example_value"] if "example_value" in node.meta else node.meta["val"]
-
-
 def _shape_of(site: AttentionSite) -> LayerShape:
-    k, v = _example(_k_new(site)), _example(_v_new(site))
-    past = site.source.update.args[4] if site.source.update is not None else None
+    source, mask = site.source, site.mask.kv_mask
+    reads = source.k_new is None
+    k, v = (example(source.keys), example(source.values)) if reads else (
+        example(_k_new(site)), example(_v_new(site))
+    )  # fmt: skip
+    past = source.update.args[2 if reads else 4] if source.update is not None else None
     if isinstance(past, fx.Node):
-        past = _example(past)
-    mask = site.mask.kv_mask
+        past = example(past)
     return LayerShape(
         batch=_plain(k.shape[0]),
-        tokens=_plain(k.shape[2]),
+        tokens=0 if reads else _plain(k.shape[2]),
         kv_heads=int(k.shape[1]),
         head_dim_k=int(k.shape[3]),
         head_dim_v=int(v.shape[3]),
         dtype=k.dtype,
         past=None if past is None else _plain(past),
-        mask=None if mask is None else _plain(_example(mask).shape[1]),
+        mask=None if mask is None else _plain(example(mask).shape[1]),
+        keep=source.keep,
+        absolute=mask is not None or bool(site.mask.terms),
     )
 
 
@@ -133,11 +64,11 @@ def _plain(size: Any) -> Any:
     return int(size)
 
 
-def rewrite(gm: fx.GraphModule, sites: list[AttentionSite], block_size: int) -> Plan:
-    """Replace ``sites`` in ``gm``, in place.
+def rewrite(graph: fx.Graph, sites: list[AttentionSite], block_size: int) -> Plan:
+    """Replace ``sites`` in ``graph``, in place.
 
     Args:
-        gm: graph of Dynamo.
+        graph: a copy of Dynamo's.
         sites: matched and legal sites of it.
         block_size: tokens of a block of functional sites.
 
@@ -145,36 +76,34 @@ def rewrite(gm: fx.GraphModule, sites: list[AttentionSite], block_size: int) -> 
         How to call the new graph.
     """
     plan = Plan(rewritten=len(sites))
-    graph = gm.graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     number = {node: i for i, node in enumerate(placeholders)}
     plan.symbols = _symbols(placeholders)
     rows = _Rows(graph, placeholders)
     groups: dict[tuple[Any, ...], tuple[TieredGroup, fx.Node]] = {}
     tiered = [site for site in sites if site.source.form == "tiered"]
-    functional = [site for site in sites if site.source.form == "functional"]
+    functional = [site for site in sites if site.source.form in ("functional", "read")]
     handles: set[fx.Node] = set()
     for site in tiered:
         update = site.source.update
         assert update is not None
-        handle, layer, size = update.args[2], update.args[3], update.args[5]
-        assert isinstance(handle, fx.Node) and isinstance(layer, int) and isinstance(size, int)
+        handle, layer, size = _address(update)
         handles.add(handle)
         shape = _shape_of(site)
         key = (handle, shape.batch, shape.tokens)
         if key not in groups:
             group = TieredGroup(number[handle], size)
             plan.tiered.append(group)
-            groups[key] = (group, rows.add(_example(_k_new(site))))
+            groups[key] = (group, rows.add(example(site.query)))
         group, node = groups[key]
         group.layers[layer] = shape
         _replace(graph, site, node, layer, size)
     families: dict[tuple[Any, ...], list[AttentionSite]] = {}
     for site in functional:
         shape = _shape_of(site)
-        families.setdefault((shape.batch, shape.tokens), []).append(site)
+        families.setdefault((shape.batch, shape.tokens, site.source.form), []).append(site)
     for family in families.values():
-        node = rows.add(_example(_k_new(family[0])))
+        node = rows.add(example(family[0].query))
         for layer, site in enumerate(family):
             _replace(graph, site, node, layer, block_size)
     # Only now: an attention's own output may be returned, and has just been replaced.
@@ -185,7 +114,8 @@ def rewrite(gm: fx.GraphModule, sites: list[AttentionSite], block_size: int) -> 
         members: list[FunctionalSite] = []
         for site in family:
             source = site.source
-            out_k, out_v = _positions(returned, source.keys), _positions(returned, source.values)
+            out_k = _positions(returned, source.stored_k)
+            out_v = _positions(returned, source.stored_v)
             members.append(
                 FunctionalSite(
                     None if source.past_k is None else number[source.past_k],
@@ -201,7 +131,8 @@ def rewrite(gm: fx.GraphModule, sites: list[AttentionSite], block_size: int) -> 
         plan.functional.append(members)
     if functional and returned is not None:
         output.args = (kind(returned),)
-    _erase_dead(graph, sites)
+    erased = _erase_dead(graph, sites)
+    plan.gone = [_gone(site, erased) for site in sites]
     for node in placeholders:
         gone = node in handles or any(
             node in (site.source.past_k, site.source.past_v) for site in functional
@@ -213,7 +144,6 @@ def rewrite(gm: fx.GraphModule, sites: list[AttentionSite], block_size: int) -> 
     plan.inputs.extend(-1 - i for i in range(len(rows.nodes)))
     plan.extra = keep_effects(graph)
     graph.lint()
-    gm.recompile()
     return plan
 
 
@@ -239,7 +169,7 @@ def keep_effects(graph: fx.Graph) -> int:
         elif is_update(node):
             with graph.inserting_after(node):
                 keys = graph.call_function(operator.getitem, (node, 0))
-            keys.meta["example_value"] = _example(node)[0]
+            keys.meta["example_value"] = example(node)[0]
             extra.append(keys)
     output.args = (type(output.args[0])([*output.args[0], *extra]),)
     return len(extra)
@@ -253,13 +183,13 @@ class _Rows:
         self.last = placeholders[-1]
         self.nodes: list[fx.Node] = []
 
-    def add(self, example: Any) -> fx.Node:
-        """A placeholder int32 ``[MAX_LAYERS, B]`` on the device of ``example`` ``[B, ...]``."""
+    def add(self, like: Any) -> fx.Node:
+        """A placeholder int32 ``[MAX_LAYERS, B]`` on the device of ``like`` ``[B, ...]``."""
         with self.graph.inserting_after(self.last):
             node = self.graph.placeholder(f"kvpass_rows_{len(self.nodes)}")
-        size = (MAX_LAYERS, example.shape[0])
-        with example.fake_mode:
-            fake = torch.empty(size, dtype=torch.int32, device=example.device)
+        size = (MAX_LAYERS, like.shape[0])
+        with like.fake_mode:
+            fake = torch.empty(size, dtype=torch.int32, device=like.device)
         node.meta["example_value"] = fake
         self.nodes.append(node)
         self.last = node
@@ -269,48 +199,108 @@ class _Rows:
 def _replace(
     graph: fx.Graph, site: AttentionSite, rows: fx.Node, layer: int, block_size: int
 ) -> None:
-    k_new, v_new = _k_new(site), _v_new(site)
-    before = _example(site.output)
-    query = site.query
+    source = site.source
+    before = example(site.output)
     with graph.inserting_before(site.output):
-        token = graph.call_function(
-            torch.ops.kvpass.append.default, (k_new, v_new, rows, layer, block_size)
-        )
-        out = graph.call_function(
+        last = site.output.prev
+        heads = example(site.query).shape[1]
+        token = None
+        if source.k_new is not None:
+            token = call(
+                graph, torch.ops.kvpass.append.default,
+                source.k_new, source.v_new, rows, layer, block_size,
+            )  # fmt: skip
+        out = call(
+            graph,
             torch.ops.kvpass.attend.default,
-            (
-                query,
-                k_new,
-                v_new,
-                token,
-                rows,
-                layer,
-                block_size,
-                site.scale,
-                site.mask.causal,
-                site.mask.kv_mask,
-                site.mask.operand,
-            ),
+            scaled_query(graph, site.query, site.factors),
+            source.k_new,
+            source.v_new,
+            token,
+            rows,
+            layer,
+            block_size,
+            site.scale,
+            site.mask.causal,
+            site.mask.kv_mask,
+            operand(graph, site.mask.terms, heads),
+            **_options(site),
         )
-        with before.fake_mode:
-            token.meta["example_value"] = _example(k_new).new_empty(0)
-            size, heads, tokens, _ = before.shape
-            fake = before.new_empty((size, tokens, heads, before.shape[3])).transpose(1, 2)
-        out.meta["example_value"] = fake
-        if before.is_contiguous() and not fake.is_contiguous():
+        if before.dim() == 3:
+            out = call(graph, torch.flatten, out, 0, 1)
+        elif before.is_contiguous() and not example(out).is_contiguous():
             # Code behind may .view() the product of a matmul, which is contiguous.
             dense = graph.call_method("contiguous", (out,))
             dense.meta["example_value"] = before
             out = dense
-        for node in (token, out):
+        added = last.next
+        while added is not site.output:
             for key in ("nn_module_stack", "stack_trace", "source_fn_stack"):
                 if key in site.output.meta:
-                    node.meta[key] = site.output.meta[key]
+                    added.meta[key] = site.output.meta[key]
+            added = added.next
     site.output.replace_all_uses_with(out)
+    _replace_sizes(graph, site)
 
 
-def _positions(returned: list[Any] | None, node: fx.Node) -> tuple[int, ...]:
-    if returned is None:
+def _replace_sizes(graph: fx.Graph, site: AttentionSite) -> None:
+    """Code behind may ask for the shape of keys and values that are made no more."""
+    source = site.source
+    if source.form == "read":
+        return
+    for node, new in ((source.keys, source.k_new), (source.values, source.v_new)):
+        for read, dim in size_reads(node):
+            with graph.inserting_before(read):
+                size: Any = example(node).shape[dim]
+                if isinstance(size, int):
+                    pass
+                elif dim != 2:
+                    size = size_of(graph, new or site.query, dim)
+                elif new is None:
+                    assert source.update is not None
+                    size = source.update.args[2]
+                else:
+                    past = source.past_k if node is source.keys else source.past_v
+                    stored: Any = 0 if past is None else size_of(graph, past, 2)
+                    if source.update is not None:
+                        stored = source.update.args[4]
+                    size = total(graph, stored, size_of(graph, new, 2))
+            for user in list(read.users):
+                user.args = _swapped(user.args, read, size)
+                user.kwargs = _swapped(user.kwargs, read, size)
+            parent = read.args[0]
+            graph.erase_node(read)
+            if isinstance(parent, fx.Node) and parent is not node and not parent.users:
+                graph.erase_node(parent)
+
+
+def _swapped(arguments: Any, old: fx.Node, new: Any) -> Any:
+    return fx.map_arg(arguments, lambda node: new if node is old else node)
+
+
+def _options(site: AttentionSite) -> dict[str, Any]:
+    """Arguments of ``attend`` that differ from their default."""
+    options: dict[str, Any] = {
+        "softcap": site.softcap, "window": site.mask.window, "sinks": site.sinks
+    }  # fmt: skip
+    if site.source.k_new is None:
+        options["kv_heads"] = int(example(site.source.keys).shape[1])
+        options["head_dim_v"] = int(example(site.source.values).shape[3])
+    return {key: value for key, value in options.items() if value not in (0, None)}
+
+
+def _address(update: fx.Node) -> tuple[fx.Node, int, int]:
+    """Handle, layer and block size of a TieredCache update or read."""
+    handle, layer, size = (
+        update.args[:2] + update.args[-1:] if is_read(update) else
+        (update.args[2], update.args[3], update.args[5])
+    )  # fmt: skip
+    assert isinstance(handle, fx.Node) and isinstance(layer, int) and isinstance(size, int)
+    return handle, layer, size
+
+
+def _positions(returned: list[Any] | None, node: fx.Node | None) -> tuple[int, ...]:
+    if returned is None or node is None:
         return ()
     return tuple(i for i, value in enumerate(returned) if value is node)
 
@@ -326,15 +316,38 @@ def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return seen
 
 
-def _erase_dead(graph: fx.Graph, sites: list[AttentionSite]) -> None:
-    """Erase what only the replaced attentions used; ops with effects always stay."""
-    candidates = _ancestors(
-        node for site in sites for node in (site.output, site.source.keys, site.source.values)
+def _gone(site: AttentionSite, erased: set[fx.Node]) -> tuple[str, ...]:
+    """Tensors of a site that are no longer made, with their shapes."""
+    nodes = dict.fromkeys((site.source.keys, site.source.values, *site.interior))
+    shapes = {node: shape_of(node) for node in nodes if node in erased}
+    return tuple(
+        f"{node.name} [{', '.join(map(str, shape))}]"
+        for node, shape in shapes.items()
+        if shape is not None
     )
-    updates = {site.source.update for site in sites}
+
+
+def _erase_dead(graph: fx.Graph, sites: list[AttentionSite]) -> set[fx.Node]:
+    """Erase what only the replaced attentions used; ops with effects always stay."""
+    erased: set[fx.Node] = set()
+    candidates = _ancestors(
+        node
+        for site in sites
+        for node in (
+            site.output, site.source.keys, site.source.values,
+            site.source.stored_k, site.source.stored_v,
+        )
+        if node is not None
+    )  # fmt: skip
+    gone: set[fx.Node | None] = {site.source.update for site in sites}
+    # An operation in place inside the attention changed the scores only.
+    gone |= {node for site in sites for node in (site.output, *site.interior)}
     for node in reversed(list(graph.nodes)):
-        if node in candidates and not node.users and (node in updates or _is_pure(node)):
+        size = isinstance(node.meta.get("example_value"), torch.SymInt)
+        if (node in candidates or size) and not node.users and (node in gone or _is_pure(node)):
             graph.erase_node(node)
+            erased.add(node)
+    return erased
 
 
 def _is_pure(node: fx.Node) -> bool:

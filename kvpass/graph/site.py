@@ -8,7 +8,9 @@ from typing import Literal
 
 from torch import fx
 
-CacheForm = Literal["tiered", "functional", "none"]
+from kvpass.graph.pointwise import MaskTerm
+
+CacheForm = Literal["tiered", "functional", "read", "none"]
 
 
 @dataclass(frozen=True)
@@ -16,8 +18,11 @@ class CacheSource:
     """Where the keys and values of a site come from.
 
     ``tiered``: ``update`` is the ``kvpass.cache_update`` node traced from ``TieredCache.update``.
+    In a read of a TieredCache, as of cross attention, nothing is new: ``k_new`` is None.
     ``functional``: ``keys = cat(past, new)``; ``past_k``/``past_v`` are placeholders, or None when
-    the past is an empty tensor made in the graph (first prefill).
+    the past is an empty tensor made in the graph (first prefill). The graph returns ``stored_k``
+    and ``stored_v``: the keys and values themselves, or with ``keep`` their last ``keep`` tokens.
+    ``read``: keys and values are the inputs ``past_k`` and ``past_v``, handles of an earlier graph.
     ``none``: no cache; the site is left to the inner compiler.
     """
 
@@ -29,6 +34,9 @@ class CacheSource:
     past_k: fx.Node | None = None
     past_v: fx.Node | None = None
     update: fx.Node | None = None
+    stored_k: fx.Node | None = None
+    stored_v: fx.Node | None = None
+    keep: int = 0
 
 
 @dataclass(frozen=True)
@@ -37,32 +45,41 @@ class MaskSpec:
 
     ``causal``: query i sees key positions <= past + i, proven from the graph (lower-right aligned).
     ``kv_mask``: node of a bool tensor [B, >= keys], True = may be seen (padding); or None.
-    ``operand``: node of an opaque mask or bias, broadcastable to [B, Hq, n, keys], bool (True =
-    visible) or float (added to the scores); or None. Parts are combined by logical and / addition.
+    ``window``: with ``causal``, the query at position p sees keys j > p - window only; 0: all.
+    ``terms``: masks and biases that are not read, in the order in which they are applied; each
+    broadcasts to [B, Hq, n, keys], or is [B * Hq, 1|n, 1|keys]. Parts are combined by logical and /
+    addition.
     """
 
     causal: bool = False
+    window: int = 0
     kv_mask: fx.Node | None = None
-    operand: fx.Node | None = None
+    terms: tuple[MaskTerm, ...] = ()
+
+    @property
+    def operand(self) -> fx.Node | None:
+        """The node of the only term that is not read; None if there is none, or several."""
+        return self.terms[0].node if len(self.terms) == 1 else None
 
     def describe(self) -> str:
         """The mask in words."""
         parts = []
         if self.causal:
-            parts.append("causal")
+            parts.append(f"causal in a window of {self.window}" if self.window else "causal")
         if self.kv_mask is not None:
             parts.append("padding")
-        if self.operand is not None:
-            parts.append(f"operand {self.operand.name}")
+        parts.extend(f"operand {term.node.name}" for term in self.terms)
         return " and ".join(parts) or "none"
 
 
 @dataclass(frozen=True)
 class AttentionSite:
-    """One attention of the graph: ``out = softmax(scale * q k^T + mask) v``.
+    """One attention of the graph: ``out = softmax(softcap(scale * q k^T) + mask) v``.
 
-    ``anchor`` is the SDPA or softmax node, ``output`` the node whose value is [B, Hq, n, Dv] and is
-    replaced, ``query`` the node [B, Hq, n, Dk] before any scaling that ``scale`` carries.
+    ``anchor`` is the SDPA or softmax node, ``output`` the node whose value is [B, Hq, n, Dv] (or
+    [B * Hq, n, Dv]) and is replaced, ``query`` the node [B, Hq, n, Dk] before any scaling that
+    ``scale`` carries. ``factors`` are scales known at run time only, ``softcap`` 0 for none,
+    ``sinks`` extra logits [Hq] of the softmax without values.
     ``interior`` are the nodes between the source and the output, which must have no other users.
     """
 
@@ -74,6 +91,9 @@ class AttentionSite:
     source: CacheSource
     module: str
     interior: tuple[fx.Node, ...] = ()
+    softcap: float = 0.0
+    factors: tuple[fx.Node, ...] = ()
+    sinks: fx.Node | None = None
 
 
 @dataclass(frozen=True)

@@ -32,13 +32,14 @@ class Const:
 
 @dataclass(frozen=True)
 class Bound:
-    """Visible where key position j <= query position i + ``shift``."""
+    """Visible where key position j <= query position i + ``shift``; ``lower``: where j > that."""
 
     k_axis: int
     q_axis: int | None
     shift: Size
     k_extent: Size
     q_extent: Size
+    lower: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,13 @@ class Keep:
     bounds: tuple[Bound, ...] = ()
     pads: tuple[Pad, ...] = ()
     negated: bool = False
+
+    def inverted(self) -> Keep:
+        """Nonzero exactly where this is zero."""
+        if len(self.bounds) == 1 and not self.pads and not self.negated:
+            (bound,) = self.bounds
+            return Keep((replace(bound, lower=not bound.lower),))
+        return replace(self, negated=not self.negated)
 
 
 @dataclass(frozen=True)
@@ -81,13 +89,13 @@ def below(small: Index, large: Index, negated: bool) -> Keep | None:
         return None
     if small.axis is not None and (large.axis is None or small.axis > large.axis):
         shift = large.offset - small.offset
-        bound = Bound(small.axis, large.axis, shift, small.extent, large.extent)
-        return Keep(bounds=(bound,), negated=negated)
+        bound = Bound(small.axis, large.axis, shift, small.extent, large.extent, lower=negated)
+        return Keep(bounds=(bound,))
     if large.axis is not None and (small.axis is None or large.axis > small.axis):
         # small + i <= large + j  <=>  not (j <= i + small - large - 1)
         shift = small.offset - large.offset - 1
-        bound = Bound(large.axis, small.axis, shift, large.extent, small.extent)
-        return Keep(bounds=(bound,), negated=not negated)
+        bound = Bound(large.axis, small.axis, shift, large.extent, small.extent, lower=not negated)
+        return Keep(bounds=(bound,))
     return None
 
 

@@ -43,12 +43,25 @@ _ALIASES = {
     "not_equal": "ne",
     "__matmul__": "matmul",
     "__getitem__": "getitem",
+    "add_": "add",
+    "sub_": "sub",
+    "mul_": "mul",
+    "div_": "div",
+    "tanh_": "tanh",
+    "masked_fill_": "masked_fill",
 }
 _IN_PLACE_OPERATORS = (
     *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv),
     *(operator.imod, operator.ipow, operator.imatmul, operator.iand, operator.ior),
     *(operator.ixor, operator.ilshift, operator.irshift, operator.setitem, operator.delitem),
 )
+# Whether an in-place spelling may stand for the plain one is for the caller to say: see `mutates`.
+_IN_PLACE_SPELLINGS = {
+    operator.iadd: "add",
+    operator.isub: "sub",
+    operator.imul: "mul",
+    operator.itruediv: "div",
+}
 # fmt: off
 _NAMES = (
     "add", "sub", "subtract", "mul", "multiply", "div", "truediv", "divide", "true_divide",
@@ -59,7 +72,7 @@ _NAMES = (
     "reshape", "unsqueeze", "flatten", "repeat_interleave", "getitem", "tril", "triu", "ones",
     "zeros", "full", "empty", "tensor", "ones_like", "zeros_like", "full_like", "tanh", "clone",
     "scaled_dot_product_attention", "multi_head_attention_forward", "linear", "narrow", "squeeze",
-    "select", "split", "chunk", "unflatten", "detach", "neg",
+    "select", "split", "chunk", "unflatten", "detach", "neg", "max", "amax",
 )
 # fmt: on
 
@@ -71,6 +84,8 @@ def _function_names() -> dict[Any, str]:
             function = getattr(module, name, None)
             if callable(function):
                 table[function] = _ALIASES.get(name, name)
+    for operation, name in _IN_PLACE_SPELLINGS.items():
+        table[operation] = name
     table[getattr] = "getattr"
     return table
 
@@ -188,6 +203,14 @@ def same(a: Size, b: Size) -> bool:
     return proven(a == b)
 
 
+def fixed(size: Size) -> int | None:
+    """The value of a size that is proven to have only one, else None."""
+    if isinstance(size, int):
+        return size
+    expr = size.node.shape_env.replace(size.node.expr)
+    return int(expr) if expr.is_number else None
+
+
 def same_shape(a: Iterable[Size], b: Iterable[Size]) -> bool:
     """Whether two shapes are proven equal."""
     first, second = tuple(a), tuple(b)
@@ -300,6 +323,21 @@ def is_shape_read(node: fx.Node) -> bool:
     if op_name(node) == "getattr":
         return node.args[1] in ("shape", "ndim", "dtype", "device")
     return op_name(node) in _SHAPE_READS
+
+
+def size_reads(node: fx.Node) -> list[tuple[fx.Node, int]]:
+    """Nodes that are one size of the tensor ``node``, each with the dimension it is the size of."""
+    rank = len(shape_of(node) or ())
+    found = []
+    for user in node.users:
+        whole = op_name(user) == "size" and len(user.args) == 1 and not user.kwargs
+        if whole or (op_name(user) == "getattr" and user.args[1] == "shape"):
+            for item in user.users:
+                if op_name(item) == "getitem" and isinstance(item.args[1], int):
+                    found.append((item, item.args[1] % rank))
+        elif op_name(user) == "size" and len(user.args) == 2 and isinstance(user.args[1], int):
+            found.append((user, user.args[1] % rank))
+    return found
 
 
 def aliases(node: fx.Node) -> set[fx.Node]:

@@ -40,22 +40,24 @@ class Content:
         lease: keeps the batch alive.
         layer: layer of the batch.
         values: values if true, keys otherwise.
-        length: tokens.
+        length: tokens of the sequence up to the last one that the handle stands for.
+        start: the first one it stands for.
     """
 
-    __slots__ = ("__weakref__", "layer", "lease", "length", "values")
+    __slots__ = ("__weakref__", "layer", "lease", "length", "start", "values")
 
-    def __init__(self, lease: Lease, layer: int, values: bool, length: int) -> None:
+    def __init__(self, lease: Lease, layer: int, values: bool, length: int, start: int = 0) -> None:
         self.lease = lease
         self.layer = layer
         self.values = values
         self.length = length
+        self.start = start
 
     def dense(self) -> Tensor:
-        """Dense copy, ``[B, Hkv, length, D]``."""
+        """Dense copy, ``[B, Hkv, length - start, D]``."""
         keys, values = self.lease.manager.gather(self.lease.batch, self.layer, self.length)
         dense: Tensor = values if self.values else keys
-        return dense
+        return dense[:, :, self.start :].contiguous()
 
 
 class Part:
@@ -198,7 +200,13 @@ class KVHandle(Tensor):
     def _first_tokens(self, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Any:
         """A slice that is a handle itself, or None; arguments of ``aten.slice``."""
         content = self.content
-        if content is None or step != 1 or dim not in (2, -2) or start not in (None, 0):
+        if (
+            content is None
+            or content.start
+            or step != 1
+            or dim not in (2, -2)
+            or start not in (None, 0)
+        ):
             return None
         length = content.length if end is None else int(end)
         length = min(max(length + content.length if length < 0 else length, 0), content.length)

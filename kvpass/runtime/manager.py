@@ -219,8 +219,8 @@ class Manager:
             self.mover.write_through(full)
             if layers and layers[0] == 0:
                 self.counters.steps += 1
-                # Only single-token steps count accesses, so only they make a window.
-                batch.tokens_since_heat += tokens == 1
+                # Only steps of one query count accesses, so only they make a window.
+                batch.tokens_since_heat += tokens <= 1
                 if batch.tokens_since_heat >= self.config.memory.heat_interval:
                     batch.tokens_since_heat = 0
                     self._use_heat(batch, start=True)

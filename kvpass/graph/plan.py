@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a rewritten graph is called: what the pass leaves for the runtime."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Shapes of one rewritten site; sizes may be symbolic expressions.
+
+    ``past`` and ``mask`` are lengths that the graph assumes, checked against the cache at every
+    call: tokens stored (TieredCache only), and columns of the padding mask. ``keep``: tokens of a
+    functional cache that are passed on, 0 for all. ``absolute``: a mask counts keys from the first
+    token of the sequence.
+    """
+
+    batch: Any
+    tokens: Any
+    kv_heads: int
+    head_dim_k: int
+    head_dim_v: int
+    dtype: torch.dtype
+    past: Any = None
+    mask: Any = None
+    keep: int = 0
+    absolute: bool = False
+
+
+@dataclass
+class TieredGroup:
+    """The sites of one TieredCache in a graph.
+
+    Attributes:
+        handle: index of its handle among the graph's inputs.
+        block_size: tokens of a block.
+        layers: layer index to shape.
+    """
+
+    handle: int
+    block_size: int
+    layers: dict[int, LayerShape] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FunctionalSite:
+    """One site whose cache is passed in and returned.
+
+    Attributes:
+        past_k, past_v: indices of the past among the graph's inputs, or None at first prefill.
+            With no new tokens, keys and values are read only.
+        out_k, out_v: positions of the new cache among the graph's outputs.
+    """
+
+    past_k: int | None
+    past_v: int | None
+    out_k: tuple[int, ...]
+    out_v: tuple[int, ...]
+    shape: LayerShape
+
+
+@dataclass
+class Plan:
+    """How to call a rewritten graph.
+
+    Attributes:
+        inputs: for each input of the new graph: index of an old input, or the number of the rows
+            tensor (tiered groups first, then the functional group) as ``-1 - number``.
+        tiered: TieredCache groups; the sites of a group have the same batch and new tokens.
+        functional: groups of functional sites, in program order; a group shares one batch.
+        extra: outputs at the end that only keep effects alive; the caller drops them.
+        symbols: symbol to (input index, dimension or None) it can be read from.
+        rewritten: number of sites.
+        gone: for each site, in the order given, the tensors that are no longer made.
+    """
+
+    inputs: list[int] = field(default_factory=list)
+    tiered: list[TieredGroup] = field(default_factory=list)
+    functional: list[list[FunctionalSite]] = field(default_factory=list)
+    extra: int = 0
+    symbols: dict[Any, tuple[int, int | None]] = field(default_factory=dict)
+    rewritten: int = 0
+    gone: list[tuple[str, ...]] = field(default_factory=list)
