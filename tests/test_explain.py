@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kvpass.explain: form, mask in words, tensors that are gone, and the graphs as text."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import kvpass
+from kvpass.errors import ConfigError
+from tests.models import prompt, tiered, tiny
+
+
+def explained(model, cache, tokens=50, **options):
+    torch._dynamo.reset()
+    with torch.no_grad():
+        return kvpass.explain(
+            model, prompt(1, tokens)[0], past_key_values=cache, verbose=False, **options
+        )
+
+
+def test_a_site_in_words():
+    model = tiny("mistral")
+    explanation = explained(model, tiered(model))
+    first = explanation.sites[0]
+    assert first.module == "model.layers.0.self_attn"
+    assert (first.form, first.mask) == ("tiered", "causal in a window of 40")
+    assert "2 of 2 attention sites rewritten" in str(explanation)
+    assert "causal in a window of 40" in str(explanation)
+
+
+def test_tensors_that_are_no_longer_made_have_names_and_shapes():
+    model = tiny("llama", "eager")
+    explanation = explained(model, DynamicCache(config=model.config))
+    for site in explanation.sites:
+        assert site.form == "functional"
+        # keys, their repeats for the query heads, and the scores
+        for shape in ("[1, 2, 50, 16]", "[1, 4, 50, 16]", "[1, 4, 50, 50]"):
+            assert any(item.endswith(shape) for item in site.gone), (shape, site.gone)
+    assert "no longer made" in str(explanation)
+    rows = json.loads(json.dumps(explanation.as_dict()))["graphs"][0]["sites"]
+    assert rows[0]["gone"] == list(explanation.sites[0].gone)
+
+
+def test_a_refused_site_has_nothing_gone():
+    model = tiny("llama")
+    explanation = explained(model, None, use_cache=False)
+    assert explanation.rewritten == 0
+    assert all(site.gone == () and site.reason for site in explanation.sites)
+
+
+def test_graphs_are_written_before_and_after(tmp_path):
+    model = tiny("llama")
+    folder = tmp_path / "new" / "graphs"
+    explained(model, tiered(model), graph_dir=folder)
+    before = (folder / "graph-0-before.txt").read_text("utf-8")
+    after = (folder / "graph-0-after.txt").read_text("utf-8")
+    assert "_nn.scaled_dot_product_attention(" in before
+    assert "kvpass.attend" not in before
+    assert "kvpass.attend" in after
+    assert "_nn.scaled_dot_product_attention(" not in after
+
+
+def test_a_folder_that_cannot_be_made_is_named_before_any_work(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="file/graphs"):
+        explained(None, None, graph_dir=tmp_path / "file" / "graphs")
