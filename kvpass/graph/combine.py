@@ -30,6 +30,9 @@ def read_mask(reader: MaskReader, chain: Chain, query: fx.Node, source: CacheSou
     shape = need_tensor(query, "the query").shape
     keys = need_tensor(source.keys, "the keys").shape[2]
     scores: Sizes = (shape[0], shape[1], shape[2], keys)
+    for node in chain.scores.unfolded:
+        if not same_shape(shape_of(node) or (), scores):
+            raise NotMatched(f"{node.name} does not lay the scores out as [batch, heads, n, keys]")
     if chain.causal_flag:
         if not same(shape[2], keys):
             raise NotMatched(

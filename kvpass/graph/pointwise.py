@@ -61,6 +61,7 @@ class Scores:
         factors: further factors that are known at run time only, to be folded into the query.
         terms: masks and biases, in the order in which they are applied.
         sinks: extra logits ``[Hq]`` of the softmax, without values.
+        unfolded: nodes that must be ``[B, Hq, n, keys]``.
     """
 
     scale: float = 1.0
@@ -68,10 +69,15 @@ class Scores:
     factors: list[fx.Node] = field(default_factory=list)
     terms: list[MaskTerm] = field(default_factory=list)
     sinks: fx.Node | None = None
+    unfolded: list[fx.Node] = field(default_factory=list)
 
 
 def from_product(node: fx.Node) -> bool:
-    """Whether elementwise or joining operations lead from a product of tensors to the node."""
+    """Whether elementwise or joining operations lead from a product of tensors to the node.
+
+    True as well where the search is given up, so that a caller who must tell scores from a mask
+    finds two products.
+    """
     stack, seen = [node], {node}
     while stack and len(seen) < _SEARCH_LIMIT:
         current = stack.pop()
@@ -85,7 +91,7 @@ def from_product(node: fx.Node) -> bool:
             if source not in seen and shape is not None and len(shape) >= 3:
                 seen.add(source)
                 stack.append(source)
-    return False
+    return bool(stack)
 
 
 def walk_back(source: fx.Node, interior: list[fx.Node]) -> tuple[fx.Node, Scores]:
@@ -111,8 +117,7 @@ def walk_back(source: fx.Node, interior: list[fx.Node]) -> tuple[fx.Node, Scores
         if name in ("mul", "div"):
             inner = _softcap(current)
             if inner is not None:
-                if cap:
-                    raise NotMatched("the scores are soft-capped twice")
+                _check_cap(cap, scores)
                 interior.append(inner[0])
                 current, cap, factor = inner[0], factor * inner[1], 1.0
                 current = _tanh_input(current)
@@ -122,12 +127,12 @@ def walk_back(source: fx.Node, interior: list[fx.Node]) -> tuple[fx.Node, Scores
                 if unknown is not None:
                     scores.factors.append(unknown)
         elif name == "tanh":
-            if cap:
-                raise NotMatched("the scores are soft-capped twice")
+            _check_cap(cap, scores)
             current, cap, factor = _tanh_input(current), factor, 1.0
         elif is_cast(current) and isinstance(current.args[0], fx.Node):
             current = current.args[0]
         elif name in ("view", "reshape", "unflatten"):
+            scores.unfolded.append(current)
             current = _same_scores(current)
         elif name in ("add", "masked_fill", "where"):
             if cap:
@@ -146,6 +151,13 @@ def walk_back(source: fx.Node, interior: list[fx.Node]) -> tuple[fx.Node, Scores
     scores.softcap = cap
     scores.scale = factor * cap if cap else factor
     return current, scores
+
+
+def _check_cap(cap: float, scores: Scores) -> None:
+    if cap:
+        raise NotMatched("the scores are soft-capped twice")
+    if scores.factors:
+        raise NotMatched("the soft-capped scores are scaled by a number known at run time only")
 
 
 def _check_target(node: fx.Node) -> None:
