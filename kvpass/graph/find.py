@@ -7,7 +7,15 @@ import torch
 from torch import fx
 
 from kvpass.graph.combine import read_mask
-from kvpass.graph.kv import NoSource, check_new, find_source, is_read, is_update, placed_mask
+from kvpass.graph.kv import (
+    NoSource,
+    address,
+    check_new,
+    find_source,
+    is_read,
+    is_update,
+    placed_mask,
+)
 from kvpass.graph.legality import site_refusal
 from kvpass.graph.mask import MaskReader
 from kvpass.graph.operands import Operand, kv_heads, unfold_query, unrepeat
@@ -84,18 +92,16 @@ class _Finder:
 
     def _refuse_repeated_updates(self) -> None:
         """Two updates of one layer in a graph: which tokens each attention sees is not static."""
-        counts: dict[tuple[object, object], int] = {}
+        counts: dict[tuple[fx.Node, int], int] = {}
         for node in self.nodes:
             if is_update(node):
-                layer = (node.args[2], node.args[3])
+                layer = address(node)[:2]
                 counts[layer] = counts.get(layer, 0) + 1
         kept: list[AttentionSite] = []
         for site in self.result.sites:
             update = site.source.update
             reason = None
-            first = 0 if is_read(update) else 2
-            key = update.args[first : first + 2] if update is not None else ()
-            times = counts.get((key[0], key[1]), 0) if key else 0
+            times = 0 if update is None else counts.get(address(update)[:2], 0)
             if times and is_read(update):
                 reason = "this layer of the TieredCache is updated and read in one graph"
             elif times > 1:

@@ -12,6 +12,7 @@ from kvpass.graph.site import CacheForm, CacheSource, MaskSpec
 from kvpass.graph.walk import (
     NotMatched,
     bind,
+    constant_int,
     describe,
     is_cast,
     is_written,
@@ -72,6 +73,14 @@ def _is_op(node: object, name: str) -> bool:
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return False
     return str(node.target) in (f"kvpass.{name}.default", f"kvpass.{name}")
+
+
+def address(update: fx.Node) -> tuple[fx.Node, int, int]:
+    """Handle, layer and block size of a TieredCache update or read."""
+    first = 0 if is_read(update) else 2
+    handle, layer = update.args[first : first + 2]
+    assert isinstance(handle, fx.Node)
+    return handle, constant_int(layer), constant_int(update.args[-1])
 
 
 def is_handle(node: fx.Node) -> bool:

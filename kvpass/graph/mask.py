@@ -340,8 +340,8 @@ class MaskReader:
 def _hides_nothing(bound: Bound, queries: Size, keys: Size) -> bool:
     """Whether a bound is proven to hold for all keys, whatever the query."""
     if bound.lower:
-        # The strictest query is the last one.
-        last = queries - 1 if bound.q_axis is not None else 0
+        # The strictest place is the last one along whatever axis it is.
+        last = bound.q_extent - 1 if bound.q_axis is not None else 0
         return proven(bound.shift + last < 0)
     return proven(bound.shift >= keys - 1) and not same(bound.shift, keys - queries)
 

@@ -42,6 +42,8 @@ def value_operand(product: fx.Node, probabilities: fx.Node) -> fx.Node:
 def bias_of(product: fx.Node) -> tuple[fx.Node, float, float] | None:
     """(bias, beta, alpha) of ``beta * bias + alpha * (q @ k^T)`` (baddbmm), else None.
 
+    With beta 0 the bias is not read, even where it is NaN: beta stays 0 for the caller.
+
     Raises:
         NotMatched: its arguments are not understood.
     """

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from kvpass.graph.emit import call, example, operand, scaled_query, size_of, total
-from kvpass.graph.kv import is_read, is_update
+from kvpass.graph.kv import address, is_update
 from kvpass.graph.plan import FunctionalSite, LayerShape, Plan, TieredGroup
 from kvpass.graph.site import AttentionSite
 from kvpass.graph.walk import mutates, shape_of, size_reads
@@ -87,7 +87,7 @@ def rewrite(graph: fx.Graph, sites: list[AttentionSite], block_size: int) -> Pla
     for site in tiered:
         update = site.source.update
         assert update is not None
-        handle, layer, size = _address(update)
+        handle, layer, size = address(update)
         handles.add(handle)
         shape = _shape_of(site)
         key = (handle, shape.batch, shape.tokens)
@@ -287,16 +287,6 @@ def _options(site: AttentionSite) -> dict[str, Any]:
         options["kv_heads"] = int(example(site.source.keys).shape[1])
         options["head_dim_v"] = int(example(site.source.values).shape[3])
     return {key: value for key, value in options.items() if value not in (0, None)}
-
-
-def _address(update: fx.Node) -> tuple[fx.Node, int, int]:
-    """Handle, layer and block size of a TieredCache update or read."""
-    handle, layer, size = (
-        update.args[:2] + update.args[-1:] if is_read(update) else
-        (update.args[2], update.args[3], update.args[5])
-    )  # fmt: skip
-    assert isinstance(handle, fx.Node) and isinstance(layer, int) and isinstance(size, int)
-    return handle, layer, size
 
 
 def _positions(returned: list[Any] | None, node: fx.Node | None) -> tuple[int, ...]:

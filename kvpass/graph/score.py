@@ -155,7 +155,8 @@ def match_softmax(node: fx.Node, live: set[fx.Node]) -> Chain:
         term, beta, alpha = bias
         if scores.softcap or scores.factors:
             raise NotMatched(f"the bias of {describe(product)} is soft-capped or scaled")
-        scores.terms.insert(0, MaskTerm("add", term, factor=beta * scores.scale))
+        if beta != 0.0:
+            scores.terms.insert(0, MaskTerm("add", term, factor=beta * scores.scale))
         scores.scale *= alpha
     chain = Chain(node, output, query, keys, values, scores)
     chain.interior = [item for item in interior if item is not output]

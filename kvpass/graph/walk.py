@@ -211,6 +211,19 @@ def fixed(size: Size) -> int | None:
     return int(expr) if expr.is_number else None
 
 
+def constant_int(arg: object) -> int:
+    """An int argument of an op that takes no symbols; under ``dynamic=True`` it may be a node.
+
+    Raises:
+        NotMatched: it has no single value.
+    """
+    size = scalar_of(arg)
+    value = None if size is None else fixed(size)
+    if value is None:
+        raise NotMatched(f"{arg} is not an integer known at compile time")
+    return value
+
+
 def same_shape(a: Iterable[Size], b: Iterable[Size]) -> bool:
     """Whether two shapes are proven equal."""
     first, second = tuple(a), tuple(b)
