@@ -23,6 +23,7 @@ from kvpass.errors import KVPassWarning
 from kvpass.graph.find import find_sites
 from kvpass.graph.kv import is_update
 from kvpass.graph.legality import graph_refusal
+from kvpass.graph.plan import Plan
 from kvpass.graph.report import GraphReport, completed, observe, report_graph, text_of
 from kvpass.graph.rewrite import keep_effects, rewrite
 from kvpass.runtime.manager import Manager
@@ -90,7 +91,17 @@ def backend(
     observe(completed(report, plan.gone, before, text_of(module)))
     inner = compile_inner(module, examples, config)
     device = result.sites[0].query.meta["example_value"].device
-    return RewrittenGraph(plan, inner, config, device, manager_for)
+    plain = _module(gm, _copy(gm)).forward if _may_need_it(plan) else inner
+    return RewrittenGraph(plan, inner, config, device, manager_for, plain)
+
+
+def _may_need_it(plan: Plan) -> bool:
+    """Whether a call may come that only the graph before rewriting can serve."""
+    return any(
+        site.shape.keep and site.shape.mask_offset is not None
+        for family in plan.functional
+        for site in family
+    )
 
 
 def _without_last(outputs: Any, extra: int) -> Any:

@@ -30,6 +30,7 @@ class RewrittenGraph:
         config: configuration of functional caches.
         device: where attention is computed.
         manager_for: gives the manager of functional caches.
+        plain: the graph before it was rewritten, for a past that the rewritten one cannot place.
     """
 
     def __init__(
@@ -39,16 +40,25 @@ class RewrittenGraph:
         config: Config,
         device: torch.device,
         manager_for: Callable[[Config, torch.device], Manager],
+        plain: Callable[..., Any],
     ) -> None:
         self.plan = plan
         self.inner = inner
         self.config = config
         self.device = device
         self._manager_for = manager_for
+        self._plain = plain
         self._functional = [_Functional(sites) for sites in plan.functional]
 
     def __call__(self, *args: Any) -> Any:
         """Run one step."""
+        try:
+            return self._run(*args)
+        except _NotCounted:
+            # A window of tokens from elsewhere, under a mask of the whole sequence.
+            return self._plain(*args)
+
+    def _run(self, *args: Any) -> Any:
         plan = self.plan
         sizes = _Sizes(plan.symbols, args)
         rows: list[Tensor] = []
@@ -86,6 +96,10 @@ class RewrittenGraph:
                 )
             _check_mask(assumed, stored + tokens, sizes)
         return manager.step(batch, tokens, sorted(group.layers))
+
+
+class _NotCounted(Exception):
+    """A padding mask counts tokens from another one than the cache does."""
 
 
 class _Sizes:
@@ -162,6 +176,10 @@ class _Functional:
             lease = self._adopt(manager, args, sizes, config)
         for layer, site in enumerate(self.sites):
             lease.batch.define(layer, _geometry(site.shape, config.memory.block_size))
+            keep, offset = site.shape.keep, site.shape.mask_offset
+            start = max(0, lease.batch.lengths[layer] - keep)
+            if keep and offset is not None and sizes.of(offset) != start:
+                raise _NotCounted
         return lease
 
     def step(self, manager: Manager, lease: Lease, sizes: _Sizes) -> Any:

@@ -41,17 +41,18 @@ def read_mask(reader: MaskReader, chain: Chain, query: fx.Node, source: CacheSou
             )
         return MaskSpec(causal=True)
     terms = chain.scores.terms
-    readings = [_read(reader, term, scores) for term in terms]
+    readings = [_read(reader, term, scores, source.keep > 0) for term in terms]
     known = [(term, *found) for term, found in zip(terms, readings, strict=True) if found]
     opaque = [term for term, found in zip(terms, readings, strict=True) if not found]
     # finfo.min hides a key only next to one that is visible: with other masks that is not sure.
     finite = [term for term, _, hidden in known if hidden != -math.inf]
     padding = {reading.kv_mask for _, reading, _ in known if reading.kv_mask is not None}
+    offsets = [reading.kv_offset for _, reading, _ in known if reading.kv_mask is not None]
     if finite and (opaque or padding):
         opaque = [term for term in terms if term in opaque or term in finite]
         known = [item for item in known if item[0] not in finite]
         padding = {reading.kv_mask for _, reading, _ in known if reading.kv_mask is not None}
-    if len(padding) > 1:
+    if len(padding) > 1 or not all(same(offset, offsets[0]) for offset in offsets):
         raise NotMatched("several padding masks: combine them into one first")
     for term in opaque:
         _check_operand(term, scores, query, len(opaque) > 1)
@@ -60,11 +61,14 @@ def read_mask(reader: MaskReader, chain: Chain, query: fx.Node, source: CacheSou
         causal=any(reading.causal for _, reading, _ in known),
         window=min(windows, default=0),
         kv_mask=next(iter(padding), None),
+        kv_offset=offsets[0] if padding else 0,
         terms=tuple(opaque),
     )
 
 
-def _read(reader: MaskReader, term: MaskTerm, scores: Sizes) -> tuple[Reading, float] | None:
+def _read(
+    reader: MaskReader, term: MaskTerm, scores: Sizes, shortened: bool
+) -> tuple[Reading, float] | None:
     """What one term means, and the score that hidden keys get; None if it is not read exactly."""
     tensor = need_tensor(term.node, "the mask")
     shape = shape_of(term.node) or ()
@@ -80,7 +84,9 @@ def _read(reader: MaskReader, term: MaskTerm, scores: Sizes) -> tuple[Reading, f
     elif isinstance(value, Keep) or value is None:
         return None
     reading = reader.read(value, shape, batch, queries, keys)
-    if reading is None:
+    if reading is None or term.factor <= 0.0:
+        return None
+    if not shortened and not same(reading.kv_offset, 0):
         return None
     hidden = term.value if term.kind == "fill" else reading.hidden
     if hidden == -math.inf:

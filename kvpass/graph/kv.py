@@ -257,7 +257,7 @@ def placed_mask(source: CacheSource, query: fx.Node, mask: MaskSpec) -> MaskSpec
             )
         past = shape_of(source.past_k)
         whole = past is None or proven(past[2] < source.keep)
-        if (mask.terms or mask.kv_mask is not None) and not whole:
+        if mask.terms and not whole:
             raise NoSource(
                 "a mask over a cache that keeps a window of tokens counts from the first one that "
                 "is kept: pass a TieredCache, which keeps positions"
@@ -298,7 +298,8 @@ def _explain(operand: Operand, what: str) -> None:
         )
     if base.op in ("placeholder", "get_attr"):
         raise NoSource(
-            f"{what} are the read-only input {base.name}, as in cross attention: not supported yet"
+            f"{what} are the read-only input {base.name}, a dense tensor: only what a rewritten "
+            "graph has cached is in the tiers (code outside has made, reordered or copied it)"
         )
     caches = [node for node in near if node is not base and _is_cache(node)]
     if caches and op_name(base) == "getitem":

@@ -43,6 +43,8 @@ class Reading:
     kv_mask: fx.Node | None
     # Hidden keys get this score; -inf also for bool masks of SDPA.
     hidden: float = -math.inf
+    # Column of kv_mask that stands for the first key.
+    kv_offset: Size = 0
 
 
 class MaskReader:
@@ -101,7 +103,10 @@ class MaskReader:
             fits = same(pad.b_extent, batch) and same(rows.shape[0], batch)
             if not fits or not same(pad.k_extent, keys):
                 return None
-        return Reading(causal, window, next(iter(nodes), None), hidden)
+            if not same(pad.offset, value.pads[0].offset):
+                return None
+        offset = value.pads[0].offset if value.pads else 0
+        return Reading(causal, window, next(iter(nodes), None), hidden, offset)
 
     def _evaluate(self, node: fx.Node) -> Value | None:
         if is_written(node):
@@ -182,9 +187,10 @@ class MaskReader:
             return None
         if rows.axis is None or columns.axis is None or rows.axis == columns.axis:
             return None
-        if not same(rows.offset, 0) or not same(columns.offset, 0):
+        if not same(rows.offset, 0):
             return None
-        pad = Pad(source, rows.axis, columns.axis, rows.extent, columns.extent)
+        extents = (rows.extent, columns.extent)
+        pad = Pad(source, rows.axis, columns.axis, *extents, offset=columns.offset)
         return Keep(pads=(pad,))
 
     def _unsqueeze(self, node: fx.Node) -> Value | None:

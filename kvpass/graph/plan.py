@@ -15,8 +15,9 @@ class LayerShape:
 
     ``past`` and ``mask`` are lengths that the graph assumes, checked against the cache at every
     call: tokens stored (TieredCache only), and columns of the padding mask. ``keep``: tokens of a
-    functional cache that are passed on, 0 for all. ``absolute``: a mask counts keys from the first
-    token of the sequence.
+    functional cache that are passed on, 0 for all. ``mask_offset``: column of the padding mask that
+    the graph takes for the first of them. ``absolute``: an operand counts keys from the first token
+    of the sequence.
     """
 
     batch: Any
@@ -27,6 +28,7 @@ class LayerShape:
     dtype: torch.dtype
     past: Any = None
     mask: Any = None
+    mask_offset: Any = None
     keep: int = 0
     absolute: bool = False
 

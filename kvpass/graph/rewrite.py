@@ -42,7 +42,8 @@ def _shape_of(site: AttentionSite) -> LayerShape:
         past=None if past is None else _plain(past),
         mask=None if mask is None else _plain(example(mask).shape[1]),
         keep=source.keep,
-        absolute=mask is not None or bool(site.mask.terms),
+        mask_offset=None if mask is None else _plain(site.mask.kv_offset),
+        absolute=bool(site.mask.terms),
     )
 
 

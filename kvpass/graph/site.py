@@ -9,6 +9,7 @@ from typing import Literal
 from torch import fx
 
 from kvpass.graph.pointwise import MaskTerm
+from kvpass.graph.walk import Size
 
 CacheForm = Literal["tiered", "functional", "read", "none"]
 
@@ -44,7 +45,8 @@ class MaskSpec:
     """What the mask of a site means.
 
     ``causal``: query i sees key positions <= past + i, proven from the graph (lower-right aligned).
-    ``kv_mask``: node of a bool tensor [B, >= keys], True = may be seen (padding); or None.
+    ``kv_mask``: node of a bool tensor [B, >= keys], True = may be seen (padding); or None. Its
+    column ``kv_offset`` stands for the first key: 0 unless the cache keeps a window of tokens.
     ``window``: with ``causal``, the query at position p sees keys j > p - window only; 0: all.
     ``terms``: masks and biases that are not read, in the order in which they are applied; each
     broadcasts to [B, Hq, n, keys], or is [B * Hq, 1|n, 1|keys]. Parts are combined by logical and /
@@ -54,6 +56,7 @@ class MaskSpec:
     causal: bool = False
     window: int = 0
     kv_mask: fx.Node | None = None
+    kv_offset: Size = 0
     terms: tuple[MaskTerm, ...] = ()
 
     @property

@@ -44,13 +44,14 @@ class Bound:
 
 @dataclass(frozen=True)
 class Pad:
-    """Visible where ``node``[b, j], a bool tensor [B, keys]."""
+    """Visible where ``node``[b, j + ``offset``], a bool tensor [B, keys]."""
 
     node: fx.Node
     b_axis: int
     k_axis: int
     b_extent: Size
     k_extent: Size
+    offset: Size = 0
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -270,6 +271,10 @@ def is_cast(node: fx.Node) -> bool:
 def mutates(node: fx.Node) -> list[fx.Node]:
     """The arguments a call writes to (empty for a pure call)."""
     first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+    # Of a list (torch._foreach_*_), every tensor is written.
+    firsts = [first] if first is not None else []
+    if node.args and isinstance(node.args[0], (list, tuple)):
+        firsts = [item for item in node.args[0] if isinstance(item, fx.Node)]
     written: list[fx.Node] = []
     out = node.kwargs.get("out")
     if isinstance(out, fx.Node):
@@ -290,8 +295,8 @@ def mutates(node: fx.Node) -> list[fx.Node]:
         in_place = any(node.target is op for op in _IN_PLACE_OPERATORS)
         if node.kwargs.get("inplace") is True or (name.endswith("_") and not _is_operator(node)):
             in_place = True
-        if first is not None and in_place:
-            written.append(first)
+        if in_place:
+            written.extend(firsts)
     return written
 
 
@@ -354,18 +359,58 @@ def size_reads(node: fx.Node) -> list[tuple[fx.Node, int]]:
 
 
 def aliases(node: fx.Node) -> set[fx.Node]:
-    """Nodes that may share memory with ``node``: what it is a view of, and all views of that."""
+    """Nodes that may share memory with ``node``: what it is a view of, and all views of that.
+
+    Known views count by their name, which also covers copies that may be none (``contiguous``);
+    everything else counts by the storage of its example value.
+    """
     root = node
     while op_name(root) in _VIEWS and root.args and isinstance(root.args[0], fx.Node):
         root = root.args[0]
-    found = {root}
-    stack = [root]
+    by_storage = _nodes_of_storages(node.graph)
+    found: set[fx.Node] = set()
+    stack = [root, node]
     while stack:
-        for user in stack.pop().users:
+        current = stack.pop()
+        if current in found:
+            continue
+        found.add(current)
+        for user in current.users:
             shares = op_name(user) in _VIEWS or mutates(user)
-            if shares and user not in found and user.args and user.args[0] in found:
-                found.add(user)
+            if shares and user.args and user.args[0] is current:
                 stack.append(user)
+        for storage in _storages(current):
+            stack.extend(by_storage.get(storage, ()))
+    return found
+
+
+_by_storage: weakref.WeakKeyDictionary[fx.Graph, dict[int, list[fx.Node]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _nodes_of_storages(graph: fx.Graph) -> dict[int, list[fx.Node]]:
+    """Nodes by the storages of their example values, made once a graph: find changes none."""
+    known = _by_storage.get(graph)
+    if known is None:
+        known = {}
+        for node in graph.nodes:
+            for storage in _storages(node):
+                known.setdefault(storage, []).append(node)
+        _by_storage[graph] = known
+    return known
+
+
+def _storages(node: fx.Node) -> set[int]:
+    """Identities of the storages behind a node's example value."""
+    value = value_of(node)
+    found = set()
+    for tensor in value if isinstance(value, (list, tuple)) else (value,):
+        if isinstance(tensor, torch.Tensor):
+            try:
+                found.add(tensor.untyped_storage()._cdata)
+            except (NotImplementedError, RuntimeError):  # a wrapper without storage
+                continue
     return found
 
 
