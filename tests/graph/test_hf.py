@@ -164,37 +164,80 @@ def test_output_attentions_are_refused() -> None:
     assert not any(found.sites for found in recorder.found)
 
 
-def test_sliding_layers_are_refused_and_named() -> None:
-    recorder = record("Mistral", WINDOW, "sdpa", tokens=2)
-    sites(recorder, 0, refusals=2)
+def record_steps(family: str, config: dict[str, Any], attention: str, tokens: int) -> Recorder:
+    """A prompt longer than the window and ``tokens`` steps, without any padding mask."""
+    torch.manual_seed(0)
+    settings = getattr(transformers, f"{family}Config")(**config)
+    model = AutoModelForCausalLM.from_config(settings, attn_implementation=attention).eval()
+    recorder = Recorder()
+    compiled = torch.compile(model, backend=recorder)
+    with torch.no_grad():
+        out = compiled(torch.randint(3, 64, (2, 12)), use_cache=True)
+        for _ in range(tokens):
+            ids = torch.randint(3, 64, (2, 1))
+            out = compiled(ids, past_key_values=out.past_key_values, use_cache=True)
+    assert not recorder.mutated and len(recorder.found) >= 3
+    return recorder
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_sliding_layers_keep_their_window(attention: str) -> None:
+    """A DynamicCache of window 8 passes on the last 7 tokens, from the first prompt on."""
+    recorder = record_steps("Mistral", WINDOW, attention, tokens=4)
+    check_past(recorder)
+    for site in sites(recorder, 2):
+        assert (site.mask.causal, site.mask.window, site.mask.terms) == (True, 8, ())
+        assert site.mask.kv_mask is None and site.source.keep == 7
+        assert site.source.stored_k is not site.source.keys
+        assert site.source.stored_v is not site.source.values
+
+
+def test_padding_over_a_cut_cache_counts_from_the_first_token_kept() -> None:
+    """Transformers looks the mask of the whole sequence up from the first kept token on."""
+    recorder = record("Mistral", WINDOW, "sdpa", tokens=4)
+    assert set(recorder.summary) == {(2, 0)}
     for found in recorder.found:
-        assert [refusal.module for refusal in found.refusals] == [
-            "model.layers.0.self_attn",
-            "model.layers.1.self_attn",
-        ]
-        assert all("sliding window" in refusal.reason for refusal in found.refusals)
+        assert {site.mask.describe() for site in found.sites} == {
+            "causal in a window of 8 and padding"
+        }
+    cut = [site.mask.kv_offset for found in recorder.found for site in found.sites]
+    assert any(isinstance(offset, torch.SymInt) for offset in cut)
 
 
-def test_gemma2_sdpa_takes_its_full_layer_only() -> None:
-    recorder = record("Gemma2", {**WINDOW, "query_pre_attn_scalar": 64}, "sdpa")
-    for site in sites(recorder, 1, refusals=1):
-        assert site.module == "model.layers.1.self_attn"
-        assert site.scale == 0.125 and site.mask.describe() == "causal and padding"
+def test_gemma2_sdpa_knows_its_windows() -> None:
+    recorder = record("Gemma2", {**WINDOW, "query_pre_attn_scalar": 64}, "sdpa", tokens=2)
+    for site in sites(recorder, 2):
+        sliding = site.module == "model.layers.0.self_attn"
+        assert site.scale == 0.125 and site.mask.kv_mask is not None
+        assert (site.mask.window, site.source.keep) == ((8, 7) if sliding else (0, 0))
 
 
-def test_gemma2_eager_is_refused_for_its_softcap() -> None:
+def test_gemma2_eager_knows_its_softcap() -> None:
+    config = {**WINDOW, "attn_logit_softcapping": 20.0, "query_pre_attn_scalar": 64}
+    for site in sites(record_steps("Gemma2", config, "eager", tokens=3), 2):
+        sliding = site.module == "model.layers.0.self_attn"
+        assert site.softcap == 20.0 and site.scale == pytest.approx(0.125, rel=1e-12)
+        assert (site.mask.causal, site.mask.window) == (True, 8 if sliding else 0)
+
+
+def test_gemma2_eager_with_padding_takes_its_full_layer_only() -> None:
+    """A float mask of padding and window is an operand: the window in it is not known."""
     recorder = record("Gemma2", WINDOW, "eager", tokens=2)
-    sites(recorder, 0, refusals=2)
+    for site in sites(recorder, 1, refusals=1):
+        assert site.module == "model.layers.1.self_attn" and site.softcap == 50.0
+        assert site.mask.operand is not None
     for found in recorder.found:
-        assert all("soft-capped" in refusal.reason for refusal in found.refusals)
+        assert "the cache keeps 7 tokens" in found.refusals[0].reason
 
 
-def test_gpt_oss_is_refused_for_its_sinks_and_its_router_is_ignored() -> None:
+def test_gpt_oss_knows_its_sinks_and_its_router_is_ignored() -> None:
     config = {**WINDOW, "num_local_experts": 2, "num_experts_per_tok": 1}
-    recorder = record("GptOss", config, "eager", tokens=2)
-    sites(recorder, 0, refusals=2)
-    for found in recorder.found:
-        assert all("sinks" in refusal.reason for refusal in found.refusals)
+    for site in sites(record_steps("GptOss", config, "eager", tokens=3), 2):
+        assert site.sinks is not None and "sinks" in site.sinks.name
+        assert tuple(site.sinks.meta["example_value"].shape) == (4,)
+        layer = int(site.module.split(".")[2])
+        assert f"layers_modules_{layer}_" in site.sinks.name
+        assert (site.mask.causal, site.mask.window) == (True, 0 if layer else 8)
 
 
 def test_deepseek_is_refused_for_its_latents() -> None:
@@ -211,14 +254,22 @@ def test_deepseek_is_refused_for_its_latents() -> None:
         assert "latent attention" in found.refusals[0].reason
 
 
-def test_t5_decoder_takes_self_attention_only() -> None:
-    recorder = record("T5", T5, "sdpa", tokens=2)
-    for site in sites(recorder, 1, refusals=1):
-        assert "SelfAttention" in site.module and site.scale == 1.0
-        assert site.mask.operand is not None and not site.mask.causal
+def test_t5_reads_cross_attention_from_handles_only() -> None:
+    """The first step makes the keys of cross attention; later ones read dense tensors here."""
+    recorder = record("T5", T5, "sdpa", tokens=3)
+    assert recorder.summary[0] == (2, 0) and set(recorder.summary[1:]) == {(1, 1)}
     for found in recorder.found:
+        own = found.sites[0]
+        assert "SelfAttention" in own.module and own.scale == 1.0
+        assert own.mask.operand is not None and not own.mask.causal
+    cross = recorder.found[0].sites[1]
+    assert "EncDecAttention" in cross.module and cross.source.past_k is None
+    assert cross.source.k_new is not None
+    lengths = [node.meta["example_value"].shape[2] for node in (cross.query, cross.source.k_new)]
+    assert lengths == [1, 6] and not cross.mask.causal
+    for found in recorder.found[1:]:
         assert "EncDecAttention" in found.refusals[0].module
-        assert "cross attention" in found.refusals[0].reason
+        assert "read-only input" in found.refusals[0].reason
 
 
 def test_static_cache_is_refused() -> None:

@@ -126,7 +126,16 @@ OPERAND: dict[str, Make] = {
     "upper left": lambda pad, q: columns() <= torch.arange(N)[:, None],
     "tril off": lambda pad, q: torch.tril(torch.ones(N, S, dtype=torch.bool)),
     "keys shifted": lambda pad, q: columns() + 1 <= rows(),
-    "window": lambda pad, q: (columns() <= rows()) & (columns() > rows() - 4),
+    "window alone": lambda pad, q: columns() > rows() - 4,
+    "window on the wrong side": lambda pad, q: (columns() <= rows()) & (columns() < rows() - 2),
+    "window of no key": lambda pad, q: (columns() <= rows()) & (columns() > rows()),
+    "window from the key": lambda pad, q: (columns() <= rows()) & (columns() > rows() // 2),
+    "window by data": lambda pad, q: (columns() <= rows()) & (columns() > rows() - pad.sum()),
+    "window or causal": lambda pad, q: (columns() <= rows()) | (columns() > rows() - 4),
+    "window upper left": lambda pad, q: (
+        (columns() <= rows()) & (columns() > torch.arange(N)[None, :, None] - 4)[0, :1]
+    ),
+    "window of an early mask": lambda pad, q: (columns() <= rows() - 1) & (columns() > rows() - 4),
     "chunked": lambda pad, q: (columns() <= rows()) & (columns() // 4 == rows() // 4),
     "reversed": lambda pad, q: columns() >= rows(),
     "negated": lambda pad, q: ~(columns() <= rows()),
@@ -154,6 +163,58 @@ def test_what_cannot_be_read_stays_an_operand(name: str) -> None:
     site = only(sdpa(OPERAND[name]))
     assert (site.mask.causal, site.mask.kv_mask) == (False, None)
     assert site.mask.operand is site.anchor.kwargs["attn_mask"]
+
+
+WINDOWS: dict[str, tuple[Make, int]] = {
+    "gt": (lambda pad, q: (columns() <= rows()) & (columns() > rows() - 4), 4),
+    "ge": (lambda pad, q: (columns() <= rows()) & (columns() >= rows() - 3), 4),
+    "lt": (lambda pad, q: (rows() - 4 < columns()) & (rows() >= columns()), 4),
+    "not le": (lambda pad, q: (columns() <= rows()) & ~(columns() <= rows() - 4), 4),
+    "one key": (lambda pad, q: (columns() <= rows()) & (columns() >= rows()), 1),
+    "keys shifted": (lambda pad, q: (columns() <= rows()) & (columns() + 4 > rows()), 4),
+    "narrowest of two": (
+        lambda pad, q: (columns() <= rows()) & (columns() > rows() - 6) & (columns() > rows() - 4),
+        4,
+    ),
+    "triu of tril": (
+        lambda pad, q: (
+            torch.tril(torch.ones(N, S, dtype=torch.bool), P)
+            & torch.triu(torch.ones(N, S, dtype=torch.bool), P - 3)
+        ),
+        4,
+    ),
+    "4-D": (lambda pad, q: ((columns() <= rows()) & (columns() > rows() - 4))[None, None], 4),
+    "where": (
+        lambda pad, q: torch.where((columns() <= rows()) & (columns() > rows() - 4), 0.0, MIN),
+        4,
+    ),
+    "wider than all": (lambda pad, q: (columns() <= rows()) & (columns() > rows() - S), 0),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_are_read(name: str) -> None:
+    make, width = WINDOWS[name]
+    mask = only(sdpa(make)).mask
+    assert (mask.causal, mask.window, mask.kv_mask, mask.terms) == (True, width, None, ())
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_every_window_spelling_is_the_window(name: str) -> None:
+    """The table above is right: in eager, the query at p sees the keys p - window < j <= p."""
+    make, width = WINDOWS[name]
+    mask = make(PAD, Q)
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    j, p = torch.arange(S)[None, :], torch.arange(P, S)[:, None]
+    assert torch.equal(seen.reshape(N, S), (j <= p) & (j > p - (width or S)))
+
+
+def test_window_and_padding_are_read() -> None:
+    def make(pad: Tensor, q: Tensor) -> Tensor:
+        return gather(pad) & (columns() <= rows()) & (columns() > rows() - 4)
+
+    mask = only(sdpa(make)).mask
+    assert (mask.causal, mask.window, mask.terms) == (True, 4, ()) and mask.kv_mask is not None
 
 
 def _set_column(pad: Tensor, q: Tensor) -> Tensor:
@@ -294,29 +355,90 @@ def test_causal_is_read_in_the_eager_chain(name: str) -> None:
     assert (mask.causal, mask.kv_mask, mask.operand) == (True, None, None)
 
 
+def fields(site: AttentionSite) -> list[tuple[str, float, bool, float]]:
+    """What the terms of a site do: kind, then value and hidden_when of a fill, or the factor."""
+    return [
+        (term.kind, term.value, term.hidden_when, 1.0)
+        if term.kind == "fill"
+        else (term.kind, 0.0, True, term.factor)
+        for term in site.mask.terms
+    ]
+
+
 def test_bias_and_causal_fill_are_combined() -> None:
     def apply(scores: Tensor, pad: Tensor) -> Tensor:
         bias = torch.arange(S)[None, :] * pad[0, 0].float()
         return (scores + bias).masked_fill(columns() > rows(), -math.inf)
 
+    site = only(eager(apply))
+    assert site.mask.causal and site.mask.kv_mask is None
+    assert fields(site) == [("add", 0.0, True, 1.0)]
+
+
+SEEN: Callable[[Tensor], Tensor] = lambda pad: gather(pad) | (columns() == 0)  # noqa: E731
+BIAS: Callable[[Tensor], Tensor] = lambda pad: (  # noqa: E731
+    torch.arange(S)[None, :] * pad[0, 0].float()
+)
+FILL, FILL_MIN = ("fill", -math.inf, True, 1.0), ("fill", MIN, True, 1.0)
+ADD = ("add", 0.0, True, 1.0)
+Terms = list[tuple[str, float, bool, float]]
+TERMS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Terms]] = {
+    "float padding": (lambda s, pad: s + torch.where(gather(pad), 0.0, MIN), [ADD]),
+    "bool where": (
+        lambda s, pad: torch.where(SEEN(pad), s, -math.inf),
+        [("fill", -math.inf, False, 1.0)],
+    ),
+    "hidden where": (lambda s, pad: torch.where(SEEN(pad), -math.inf, s), [FILL]),
+    "inverted": (lambda s, pad: s.masked_fill(~SEEN(pad), -math.inf), [FILL]),
+    "keys marked hidden": (lambda s, pad: s.masked_fill(SEEN(pad), -math.inf), [FILL]),
+    "causal negated": (lambda s, pad: s.masked_fill(columns() <= rows(), -math.inf), [FILL]),
+    "padding filled with min": (lambda s, pad: s.masked_fill(~gather(pad), MIN), [FILL_MIN]),
+    "min and padding": (
+        lambda s, pad: (s + torch.where(columns() <= rows(), 0.0, MIN)).masked_fill(
+            ~SEEN(pad), -math.inf
+        ),
+        [ADD, FILL],
+    ),
+    "bias, then fill": (lambda s, pad: (s + BIAS(pad)).masked_fill(~SEEN(pad), MIN),
+                        [ADD, FILL_MIN]),
+    "fill, then bias": (lambda s, pad: s.masked_fill(~SEEN(pad), MIN) + BIAS(pad),
+                        [FILL_MIN, ADD]),
+    "two biases": (lambda s, pad: s + BIAS(pad) + BIAS(pad).flip(-1), [ADD, ADD]),
+    "bias before a scale": (lambda s, pad: (s + BIAS(pad)) * 0.5, [("add", 0.0, True, 0.5)]),
+    "fill before a scale": (lambda s, pad: s.masked_fill(~SEEN(pad), -math.inf) * 0.5, [FILL]),
+    "min before a larger scale": (lambda s, pad: s.masked_fill(~SEEN(pad), MIN) * 2, [FILL_MIN]),
+    "in place": (lambda s, pad: s.masked_fill_(~SEEN(pad), MIN).add_(BIAS(pad)), [FILL_MIN, ADD]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_terms_keep_order_sign_and_factor(name: str) -> None:
+    apply, expected = TERMS[name]
+    site = only(eager(apply))
+    assert (site.mask.causal, site.mask.window, site.mask.kv_mask) == (False, 0, None)
+    assert fields(site) == expected
+    for term in site.mask.terms:
+        dtype = term.node.meta["example_value"].dtype
+        assert dtype == (torch.bool if term.kind == "fill" else torch.float32)
+
+
+def test_a_fill_by_the_raw_mask_is_not_its_complement() -> None:
+    """With and without ``~`` the marks are other nodes, or hidden where they differ."""
+    raw = only(eager(lambda s, pad: s.masked_fill(SEEN(pad), -math.inf))).mask.terms[0]
+    inverted = only(eager(lambda s, pad: s.masked_fill(~SEEN(pad), -math.inf))).mask.terms[0]
+    assert "or" in str(raw.node.target) and raw.hidden_when
+    assert "invert" in str(inverted.node.target) and inverted.hidden_when
+
+
+def test_causal_min_and_padding_stay_together() -> None:
+    """finfo.min hides a key only next to a visible one, so neither of the two is read alone."""
+
+    def apply(scores: Tensor, pad: Tensor) -> Tensor:
+        return scores.masked_fill(columns() > rows(), MIN).masked_fill(~gather(pad), -math.inf)
+
     mask = only(eager(apply)).mask
-    assert mask.causal and mask.kv_mask is None and mask.operand is not None
-
-
-EAGER_OPERAND: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "float padding": lambda s, pad: s + torch.where(gather(pad), 0.0, MIN),
-    "bool where": lambda s, pad: torch.where(gather(pad) | (columns() == 0), s, -math.inf),
-    "inverted": lambda s, pad: s.masked_fill(~(gather(pad) | (columns() == 0)), -math.inf),
-}
-
-
-@pytest.mark.parametrize("name", EAGER_OPERAND)
-def test_eager_operands(name: str) -> None:
-    mask = only(eager(EAGER_OPERAND[name])).mask
-    assert (mask.causal, mask.kv_mask) == (False, None) and mask.operand is not None
-    if name != "float padding":
-        assert mask.operand.meta["example_value"].dtype == torch.bool
-        assert "or" in str(mask.operand.target)
+    assert not mask.causal or mask.kv_mask is None
+    assert any(term.value == MIN for term in mask.terms)
 
 
 def test_padding_filled_with_minus_infinity_is_read() -> None:
@@ -325,23 +447,22 @@ def test_padding_filled_with_minus_infinity_is_read() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
-    "keys marked hidden": (
-        lambda s, pad: s.masked_fill(gather(pad) | (columns() == 0), -math.inf),
-        "negated",
-    ),
-    "causal negated": (lambda s, pad: s.masked_fill(columns() <= rows(), -math.inf), "negated"),
-    "padding filled with min": (
-        lambda s, pad: s.masked_fill(~gather(pad), MIN),
-        "a row without visible keys would change",
-    ),
     "weak fill": (lambda s, pad: s.masked_fill(columns() > rows(), -1e4), "use -inf"),
     "bool added": (lambda s, pad: s + (columns() <= rows()), "not a floating-point tensor"),
     "int added": (lambda s, pad: s + columns(), "not a floating-point tensor"),
-    "min and padding": (
-        lambda s, pad: (s + torch.where(columns() <= rows(), 0.0, MIN)).masked_fill(
-            ~gather(pad), -math.inf
+    "weakened fill": (
+        lambda s, pad: s.masked_fill(columns() > rows(), MIN) * 0.5,
+        "hidden scores are set to",
+    ),
+    "two paddings": (
+        lambda s, pad: s.masked_fill(~gather(pad), -math.inf).masked_fill(
+            ~gather(pad.flip(0)), -math.inf
         ),
-        "cannot be combined exactly",
+        "several padding masks",
+    ),
+    "scores added into a mask": (
+        lambda s, pad: torch.where(gather(pad), 0.0, MIN).expand(B, 4, N, S).clone().add_(s),
+        "writes in place to something else",
     ),
     "multiplied": (lambda s, pad: s * gather(pad), "is a tensor"),
 }
