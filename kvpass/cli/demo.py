@@ -19,7 +19,7 @@ def command(
     ] = 0.25,
     inner: Annotated[
         str, typer.Option(help="Inner compiler: auto, inductor, aot_eager or eager.")
-    ] = "auto",
+    ] = "eager",
 ) -> None:
     """Run SmolLM2 on a document, most of its KV cache in the cold tier, and compare.
 
@@ -57,7 +57,7 @@ def command(
         return kvpass.TieredCache(config, capacity, hot=hot, heat_interval=16, min_frequency=1)
 
     decoder: Any = running.compiled(loaded.decoder, inner)
-    console.print("compiling (one or two minutes), then reading the document ...")
+    console.print("reading the document takes half a minute or more, twice ...")
     running.decode(running.own_step(decoder, cache()), prompt[:, :300], 4)
     with running.progress("kvpass", new_tokens) as advance:
         tiered = cache()

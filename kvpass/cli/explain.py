@@ -24,12 +24,17 @@ def command(
     via: Annotated[Via, typer.Option(help="model_zoo's decoder, or transformers.")] = Via.own,
     verify: Annotated[
         int,
-        typer.Option(help="Compare this many greedy tokens with the uncompiled model; 0: none."),
+        typer.Option(
+            help="Compare this many greedy tokens with the uncompiled model; 0: none.", min=0
+        ),
     ] = 0,
     inner: Annotated[
         str, typer.Option(help="Inner compiler of --verify: auto, inductor, aot_eager or eager.")
     ] = "eager",
-    hot: Annotated[str, typer.Option(help="Hot size of --verify, e.g. 8MiB, or auto.")] = "auto",
+    hot: Annotated[
+        str | None,
+        typer.Option(help="Hot size of --verify, e.g. 8MiB, or auto; default KVPASS_HOT or auto."),
+    ] = None,
     graph: Annotated[
         Path | None, typer.Option(help="Folder that gets each graph before and after, as text.")
     ] = None,

@@ -18,11 +18,17 @@ def command(
     chat: Annotated[
         bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")
     ] = False,
-    hot: Annotated[str, typer.Option(help="Size of the hot tier, e.g. 64MiB, or auto.")] = "auto",
+    hot: Annotated[
+        str | None,
+        typer.Option(help="Size of the hot tier, e.g. 64MiB, or auto; default KVPASS_HOT or auto."),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.", min=1)] = 128,
     inner: Annotated[
-        str, typer.Option(help="Inner compiler: auto, inductor, aot_eager or eager.")
-    ] = "auto",
+        str | None,
+        typer.Option(
+            help="Inner compiler: auto, inductor, aot_eager or eager; default KVPASS_INNER or auto."
+        ),
+    ] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Generate again without kvpass and compare.")
     ] = False,

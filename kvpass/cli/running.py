@@ -120,9 +120,10 @@ def load_transformers(path: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
-def compiled(module: Any, inner: str) -> Any:
-    """The module through kvpass.backend."""
-    return torch.compile(module, backend=kvpass.backend, options={"inner": inner})
+def compiled(module: Any, inner: str | None) -> Any:
+    """The module through kvpass.backend; without ``inner``, with the environment's."""
+    options: dict[str, Any] = {} if inner is None else {"inner": inner}
+    return torch.compile(module, backend=kvpass.backend, options=options)
 
 
 @contextmanager

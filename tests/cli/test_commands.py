@@ -73,3 +73,25 @@ def test_mistakes_give_one_line(capsys, arguments, words):
     assert words in err
     assert "Traceback" not in err
     assert err.startswith("error:")
+
+
+@pytest.mark.checkpoint
+def test_the_environment_is_the_default_of_flags(capsys, monkeypatch):
+    monkeypatch.setenv("KVPASS_HOT", "1KiB")
+    monkeypatch.setenv("KVPASS_INNER", "eager")
+    arguments = ["generate", "--model", "smollm2-135m", "--prompt", "One two three",
+                 "--max-new-tokens", "3"]  # fmt: skip
+    code, _, err = run(capsys, *arguments)
+    assert code == 0
+    assert "100% of the KV cache outside the hot tier" in err.replace("\n", " ")
+    monkeypatch.setenv("KVPASS_HOT", "false")
+    code, _, err = run(capsys, *arguments)
+    assert code == 1
+    assert err.startswith("error:")
+    assert "'false'" in err
+
+
+def test_a_negative_number_of_tokens_to_verify_is_refused(capsys):
+    code, _, err = run(capsys, "explain", "--model", "smollm2-135m", "--verify", "-3")
+    assert code == 2
+    assert "-3" in err

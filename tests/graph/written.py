@@ -9,11 +9,12 @@ from tests.graph.spec import FOLDED, Site, Spec
 def source(spec: Spec) -> str:
     """The ``forward`` of a specification.
 
-    Its arguments are ``x [B, n, columns]`` and ``cache``: a TieredCache, or the past of each
-    attention, ``(keys, values)`` or None. It returns outputs ``[B, n, Hq * Dv]``, new pasts, and
-    probabilities that are returned, each as a list with one entry for each attention.
+    Its arguments are ``x [B, n, columns]``; ``cache``, a TieredCache or the past of each attention,
+    ``(keys, values)`` or None; and ``position``, the number of tokens of earlier calls. It returns
+    outputs ``[B, n, Hq * Dv]``, new pasts, and probabilities that are returned, each as a list with
+    one entry for each attention.
     """
-    lines = ["def forward(self, x, cache):", "size, n = x.shape[0], x.shape[1]"]
+    lines = ["def forward(self, x, cache, position):", "size, n = x.shape[0], x.shape[1]"]
     start = 0
     for number, site in enumerate(spec.sites):
         for name, heads, width in zip(
@@ -171,6 +172,11 @@ class _Writer:
             self.add(f"seen = seen & (columns > rows - {site.window})")
         if site.padding:
             pad = f"self.pad{self.number}[:, None, None, :total]"
+            if site.keep or site.spelling == "arange":  # as transformers indexes it
+                first = f"position + {site.stored} + n - total" if site.keep else "0"
+                self.add(f"keys = torch.arange(total) + ({first})")
+                self.add("batch = torch.arange(size)[:, None, None, None]")
+                pad = f"self.pad{self.number}[batch, keys[None, None, None, :]]"
             alone = site.visible == "none" and site.foreign not in foreign
             self.add(f"seen = {pad}" if alone else f"seen = seen & {pad}")
         if site.foreign == "mask negated":
