@@ -394,8 +394,8 @@ def test_an_operand_over_kept_tokens_is_refused() -> None:
         rows, columns = torch.arange(N)[:, None] + P, torch.arange(P + N)[None, :]
         repeats = [x.repeat_interleave(2, 1) for x in (keys, values)]
         scores = q @ repeats[0].mT * 0.25 + bias
-        scores = scores.masked_fill(columns > rows, -math.inf)
-        scores = scores.masked_fill(columns <= rows - keep - 1, -math.inf)
+        visible = (columns <= rows) & (columns > rows - keep - 1)
+        scores = scores.masked_fill(~visible, -math.inf)
         out = torch.softmax(scores, -1) @ repeats[1]
         return out, keys[:, :, -keep:], values[:, :, -keep:]
 
