@@ -90,7 +90,7 @@ def test_windows_are_rewritten(name, form):
 
 
 @pytest.mark.parametrize("padding", [0, 5])
-@pytest.mark.parametrize("tokens", [7, 39, 40, 41, 75])
+@pytest.mark.parametrize("tokens", [39, 41])
 def test_a_window_that_fills_through_stock_generate(tokens, padding):
     model = tiny("mistral")  # a window of 40
     compile_with(model)
