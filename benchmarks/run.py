@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import json
 import os
 import subprocess
@@ -22,10 +23,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-# The script's own folder is on the path, the checkout is not.
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import ratios  # noqa: E402
 
 BUSY = 0.25  # load average over cores
 # device -> (file, start of the result's name)
@@ -33,6 +30,21 @@ FILES = {
     "cpu": ("benchmarks/test_decode_step.py", "decode-step-cpu"),
     "gpu": ("benchmarks/test_attend_gpu.py", "attend-gpu"),
 }
+
+
+def need_pytest() -> None:
+    """End with one line where pytest or its plugin is missing.
+
+    Raises:
+        SystemExit: one of them is.
+    """
+    names = {"pytest": "pytest", "pytest_benchmark": "pytest-benchmark"}
+    missing = [names[module] for module in names if importlib.util.find_spec(module) is None]
+    if missing:
+        raise SystemExit(
+            f"error: the benchmarks need {' and '.join(missing)}: "
+            'pip install -c constraints.txt -e ".[bench]"'
+        )
 
 
 def run(device: str, extra: list[str]) -> dict[str, Any]:
@@ -47,6 +59,8 @@ def run(device: str, extra: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         command = [sys.executable, "-m", "pytest", "-q", FILES[device][0]]
+        # The tests' own options would spread the benchmarks over workers.
+        command += ["-o", "addopts=--import-mode=importlib"]
         command += [f"--benchmark-json={out}", "--benchmark-columns=median,iqr,max,rounds", *extra]
         code = subprocess.run(command, cwd=ROOT).returncode
         if code:
@@ -82,6 +96,11 @@ def main() -> None:
         at = own.index("--")
         own, extra = own[:at], own[at + 1 :]
     args = parser.parse_args(own)
+    need_pytest()
+    # The script's own folder is on the path, the checkout is not; ratios imports pytest.
+    sys.path.insert(0, str(ROOT))
+    from benchmarks import ratios
+
     old = None
     if args.compare is not None:  # a wrong path should not wait for the run
         try:

@@ -25,10 +25,10 @@ from kvpass.graph.kv import is_update
 from kvpass.graph.legality import graph_refusal
 from kvpass.graph.plan import Plan
 from kvpass.graph.report import GraphReport, completed, observe, report_graph, text_of
-from kvpass.graph.rewrite import keep_effects, rewrite
+from kvpass.graph.rewrite import give_memory, keep_effects, rewrite
 from kvpass.runtime.manager import Manager
 from kvpass.runtime.table import normalize
-from kvpass.step import RewrittenGraph
+from kvpass.step import RewrittenGraph, with_memory
 
 _managers: dict[tuple[str, torch.device], Manager] = {}
 _lock = threading.Lock()
@@ -79,33 +79,43 @@ def backend(
         _warn_once(f"attention is not rewritten: {refusal}")
     if refusal is not None or not result.sites:
         extra = keep_effects(graph)
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        dense = [placeholders.index(node) for node in give_memory(graph)]
         if refusal is not None and any(is_update(node) for node in graph.nodes):
             # A compiler would trace a backward of the cache, which has none; eager only needs it
             # when somebody calls backward().
             config = config.merge(inner="eager")
-        whole = compile_inner(_module(gm, graph), list(example_inputs), config)
+        examples = list(example_inputs)
+        for index in dense:
+            examples[index] = placeholders[index].meta["example_value"]
+        whole = compile_inner(_module(gm, graph), examples, config)
+        if dense:
+            reasons = sorted({refused.reason for refused in result.refusals})
+            _warn_once(f"static buffers get their memory back: {'; '.join(reasons)}")
+            return lambda *args: _without_last(whole(*with_memory(args, dense)), extra)
         return whole if not extra else lambda *args: _without_last(whole(*args), extra)
-    plan = rewrite(graph, result.sites, config.memory.block_size)
+    plan = rewrite(graph, result.sites, result.entry, config.memory.block_size)
     examples = [node.meta["example_value"] for node in graph.nodes if node.op == "placeholder"]
+    for probe in plan.probes:
+        probe.run = _module(gm, probe.graph).forward
     module = _module(gm, graph)
     observe(completed(report, plan.gone, before, text_of(module)))
     inner = compile_inner(module, examples, config)
-    device = result.sites[0].query.meta["example_value"].device
     plain = _module(gm, _copy(gm)).forward if _may_need_it(plan) else inner
-    return RewrittenGraph(plan, inner, config, device, manager_for, plain)
+    return RewrittenGraph(plan, inner, config, manager_for, plain)
 
 
 def _may_need_it(plan: Plan) -> bool:
     """Whether a call may come that only the graph before rewriting can serve."""
-    return any(
-        site.shape.keep and site.shape.mask_offset is not None
+    return bool(plan.assumed) or any(
+        site.buffer is not None or (site.shape.keep and site.shape.mask_offset is not None)
         for family in plan.functional
         for site in family
     )
 
 
 def _without_last(outputs: Any, extra: int) -> Any:
-    return type(outputs)(list(outputs)[: len(outputs) - extra])
+    return outputs if not extra else type(outputs)(list(outputs)[: len(outputs) - extra])
 
 
 def _copy(gm: fx.GraphModule) -> fx.Graph:

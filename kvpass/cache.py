@@ -32,6 +32,7 @@ from kvpass.runtime.geometry import BlockGeometry
 from kvpass.runtime.manager import Manager
 from kvpass.runtime.metrics import Snapshot
 from kvpass.runtime.table import normalize
+from kvpass.sizes import warn_of_small_hot
 
 KNOWN_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
@@ -63,12 +64,16 @@ class TieredState:
                 self.manager = Manager(self.config, device)
             if self.manager.device != normalize(device):
                 raise ShapeError(
-                    f"this cache is on {self.manager.device}; the model gave keys on {device}: "
-                    "make a new cache for another device"
+                    f"this TieredCache is on {self.manager.device}, layer {min(geometries)} gave "
+                    f"keys on {normalize(device)}: a TieredCache lies on one device. Make a new "
+                    "one for a model on another device; for a model split over several, pass a "
+                    "DynamicCache, or put all layers on one device"
                 )
             if self.batch is None:
                 self.batch = self.manager.new_batch(size, self.layers, self.max_tokens)
                 self._finalizer = self.manager.lease(self, self.batch)
+                block = max(geometry.block_bytes for geometry in geometries.values())
+                warn_of_small_hot(self.manager.tiers.hot.capacity, size * self.layers * block)
             batch = self.batch
             if batch.size != size:
                 raise ShapeError(

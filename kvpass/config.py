@@ -14,6 +14,7 @@ import operator
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -26,6 +27,20 @@ from kvpass.sizes import parse_size
 ENV_PREFIX = "KVPASS_"
 # Variables of other parts of the project, which are not options.
 ENV_OTHER = frozenset({"KVPASS_CACHE", "KVPASS_SMOLLM2_WHEEL"})
+
+
+@dataclass(frozen=True)
+class Written:
+    """The value of an option and what the user set it by; may stand for a value of ``Config``.
+
+    Attributes:
+        name: key, variable or flag as the user typed it, for messages: ``KVPASS_HOT``, ``--hot``.
+        value: what was given.
+    """
+
+    name: str
+    value: Any
+
 
 _TRUE = frozenset({"true", "1", "yes", "on"})
 _FALSE = frozenset({"false", "0", "no", "off", ""})
@@ -158,7 +173,8 @@ class Config(BaseModel):
 
     Raises:
         ConfigError: an option is unknown (the nearest name is given), given twice, or its value
-            does not fit; the message names the option, the value and what to write instead.
+            does not fit; the message names the option as it was written, the value and what to
+            write instead.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -173,9 +189,9 @@ class Config(BaseModel):
     def __init__(self, **options: Any) -> None:
         nested: dict[str, Any] = {"memory": {}}
         given = _flatten(options)
-        for key, value in given.items():
+        for key, written in given.items():
             group, _, name = key.rpartition(".")
-            (nested[group] if group else nested)[name] = value
+            (nested[group] if group else nested)[name] = written.value
         try:
             super().__init__(**nested)
         except ValidationError as error:
@@ -214,22 +230,31 @@ class Config(BaseModel):
 
 OPTIONS: tuple[str, ...] = (*(f"memory.{name}" for name in MemoryConfig.model_fields), "inner")
 # hot -> memory.hot, memory.hot -> memory.hot; the short names are unique.
-_NAMES = {option.rpartition(".")[2]: option for option in OPTIONS} | {o: o for o in OPTIONS}
+_SHORT = {option.rpartition(".")[2]: option for option in OPTIONS}
+_NAMES = _SHORT | {option: option for option in OPTIONS}
 
 
-def _flatten(options: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten(options: Mapping[str, Any]) -> dict[str, Written]:
     """Return ``options`` by their full names, whichever way they were written."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, Written] = {}
     for name, value in _walk(options):
+        written = value if isinstance(value, Written) else Written(name, value)
         option = _NAMES.get(name)
         if option is None:
-            raise ConfigError(f"unknown option {name!r} (value {value!r}): {_nearest(name)}")
+            raise ConfigError(
+                f"unknown option {written.name!r} (value {written.value!r}): {_nearest(name)}"
+            )
         if option in flat:
             raise ConfigError(
-                f"{option} is given twice, as {flat[option]!r} and {value!r}; keep one of them"
+                f"{option} is given twice, {_assignment(flat[option])} and "
+                f"{_assignment(written)}; keep one of them"
             )
-        flat[option] = value
+        flat[option] = written
     return flat
+
+
+def _assignment(written: Written) -> str:
+    return f"{written.name} = {written.value!r}"
 
 
 def _walk(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -244,19 +269,20 @@ def _walk(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             raise ConfigError(f"memory = {value!r}: write options below it, as {{'hot': '64MiB'}}")
 
 
-def _given(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in _flatten(overrides).items() if value is not None}
+def _given(overrides: Mapping[str, Any]) -> dict[str, Written]:
+    flat = _flatten(overrides)
+    return {option: written for option, written in flat.items() if written.value is not None}
 
 
 def _nearest(name: str) -> str:
     close = difflib.get_close_matches(name.lower(), _NAMES, n=1, cutoff=0.6)
     if close:
-        return f"did you mean {_NAMES[close[0]]!r}?"
-    return f"the options are {', '.join(OPTIONS)}"
+        return f"did you mean {close[0]!r}?"
+    return f"the options are {', '.join(_SHORT)}"
 
 
-def _explain(error: ValidationError, given: Mapping[str, Any]) -> Iterator[str]:
-    """Say of each fault which option it is, the value as it was given and what to write."""
+def _explain(error: ValidationError, given: Mapping[str, Written]) -> Iterator[str]:
+    """Say of each fault which option it is, as it was given, and what to write."""
     for fault in error.errors(include_url=False):
         # A location may end in the name of a union's branch, which is no part of the option.
         option = next(
@@ -265,10 +291,10 @@ def _explain(error: ValidationError, given: Mapping[str, Any]) -> Iterator[str]:
             if (name := ".".join(map(str, fault["loc"][:end]))) in OPTIONS
         )
         cause = fault.get("ctx", {}).get("error")
-        yield f"{option} = {given[option]!r}: {cause or fault['msg']}"
+        yield f"{_assignment(given[option])}: {cause or fault['msg']}"
 
 
-def _from_file(path: Path) -> dict[str, Any]:
+def _from_file(path: Path) -> dict[str, Written]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -289,9 +315,9 @@ def _from_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"options file {path}: {error}") from None
 
 
-def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
+def _from_env(env: Mapping[str, str]) -> dict[str, Written]:
     known = {name.upper().replace(".", "_"): option for name, option in _NAMES.items()}
-    found: dict[str, Any] = {}
+    found: dict[str, Written] = {}
     for variable, value in env.items():
         if not variable.startswith(ENV_PREFIX) or variable in ENV_OTHER:
             continue
@@ -299,13 +325,13 @@ def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
         option = known.get(name)
         if option is None:
             _refuse_typo(variable, name, value, known)
-        elif found.get(option, value) != value:
+        elif option in found and found[option].value != value:
             raise ConfigError(
-                f"{variable} = {value!r} contradicts another variable for {option} "
-                f"({found[option]!r}); unset one of them"
+                f"{variable} = {value!r} contradicts {_assignment(found[option])}; unset one of "
+                "them"
             )
         else:
-            found[option] = value
+            found[option] = Written(variable, value)
     return found
 
 
@@ -318,5 +344,6 @@ def _refuse_typo(variable: str, name: str, value: str, known: Mapping[str, str])
         )
     if name.startswith("MEMORY_"):
         raise ConfigError(
-            f"unknown variable {variable} = {value!r}: the options are {', '.join(OPTIONS)}"
+            f"unknown variable {variable} = {value!r}: the variables are "
+            f"{', '.join(ENV_PREFIX + short.upper() for short in _SHORT)}"
         )

@@ -53,8 +53,9 @@ class Explanation:
             return "no attention was found in what was compiled"
         return f"{self.rewritten} of {count} attention sites rewritten"
 
-    def __str__(self) -> str:
-        """The headline and a line a site."""
+    @property
+    def text(self) -> str:
+        """The report that `explain` prints: the headline and a line a site."""
         lines = [self.headline]
         for site in self.sites:
             what = f"rewritten ({site.form}, mask: {site.mask})"
@@ -66,8 +67,12 @@ class Explanation:
             lines.append(f"  {site.module}: {what}")
         return "\n".join(lines)
 
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         """The headline: `explain` has printed the rest."""
+        return self.headline
+
+    def __repr__(self) -> str:
+        """Likewise."""
         return f"<Explanation: {self.headline}>"
 
     def write(self, folder: str | Path, prefix: str = "graph") -> list[Path]:
@@ -147,12 +152,12 @@ def explain(
     Args:
         model: module or function to compile.
         *inputs: what it is called with.
-        verbose: print the explanation.
+        verbose: print the report.
         graph_dir: folder, made if need be, that gets each graph before and after as text.
         **kwargs: likewise, e.g. ``past_key_values=kvpass.TieredCache(...)``.
 
     Returns:
-        The explanation.
+        The explanation: a line when printed; ``text`` is the report.
     """
     if graph_dir is not None:
         check_folder(graph_dir)
@@ -162,5 +167,5 @@ def explain(
     if graph_dir is not None:
         explanation.write(graph_dir)
     if verbose:
-        print(explanation)
+        print(explanation.text)
     return explanation

@@ -280,7 +280,7 @@ def _cache_update_fake(
 def _materialize(
     ticket: Tensor, size: list[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    return directory.handle_content(ticket)
+    return directory.handle_content(ticket, size, dtype, device)
 
 
 def _materialize_fake(

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import operator
 import re
+import warnings
 from fractions import Fraction
 
-from kvpass.errors import ConfigError
+from kvpass.errors import ConfigError, KVPassWarning
 
 _DECIMAL = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _BINARY = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -52,6 +53,25 @@ def format_size(size: int) -> str:
             unit, factor = name, number
     text = f"{size / factor:.2f}".rstrip("0").rstrip(".")
     return f"{text} {unit}"
+
+
+def warn_of_small_hot(hot: int, needed: int) -> None:
+    """Warn when the hot tier cannot hold the blocks that every decode step writes to.
+
+    Args:
+        hot: bytes of the hot tier.
+        needed: bytes of one block of each layer and sequence.
+    """
+    if hot >= needed:
+        return
+    unit, factor = ("KiB", 2**10) if needed < 2**20 else ("MiB", 2**20)
+    warnings.warn(
+        f"hot = {format_size(hot)} holds less than one block of every layer and sequence, so even "
+        "the newest tokens are written to the cold tier: right, but slow. Give at least "
+        f"hot='{-(-needed // factor)}{unit}', or a smaller block_size",
+        KVPassWarning,
+        stacklevel=4,
+    )
 
 
 def _parse_text(text: str) -> int:

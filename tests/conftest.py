@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for every test: two threads, fixed examples, no options from the environment."""
+"""What holds for every test: workers, threads, fixed examples, no options from the environment."""
 
 from __future__ import annotations
 
@@ -19,15 +19,31 @@ for _name in [name for name in os.environ if name.startswith("KVPASS_")]:
     if _name not in ("KVPASS_CACHE", "KVPASS_SMOLLM2_WHEEL"):
         del os.environ[_name]
 
-torch.set_num_threads(2)
+# A second OpenMP team on the same cores makes small products several times slower.
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 # No deadline: the first example may compile. Derandomized: a failure repeats on every machine.
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ci")
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """A worker for each core, as long as each may have 3 GiB; six fit a GPU too."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(len(os.sched_getaffinity(0)), memory // (3 << 30), 6))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what tests recorded under the name ``summary``; a worker's own prints are lost."""
+    for report in terminalreporter.getreports("passed"):
+        for name, text in report.user_properties:
+            if name == "summary":
+                terminalreporter.write_line(text)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked gpu where torch sees no CUDA device."""
+    """Start slow tests first; skip tests marked gpu where torch sees no CUDA device."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU: torch.cuda.is_available() is False here")

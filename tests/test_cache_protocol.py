@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvpass.errors import CapacityError, ShapeError, UnsupportedError
-from tests.models import prompt, tiered, tiny
+from kvpass.errors import CapacityError, KVPassWarning, ShapeError, UnsupportedError
+from tests.models import compile_with, prompt, tiered, tiny
 
 
 @pytest.fixture(autouse=True)
@@ -207,3 +207,27 @@ def test_a_model_crops_with_a_tensor():
         cache.crop(torch.tensor(-4))
         got = model(ids[:, -4:], past_key_values=cache).logits
     assert (got - expected_logits).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("size", "block_size", "hot", "enough"),
+    [(1, 32, "15KiB", "16KiB"), (3, 32, 1, "48KiB"), (1, 4096, "1MiB", "2MiB")],
+)
+def test_a_hot_tier_below_one_block_of_all_layers_warns(size, block_size, hot, enough):
+    """2 layers; a token is 2 heads x (16 + 16) channels x 4 bytes = 256 bytes of each."""
+    model = tiny("llama")
+    compile_with(model)
+    ids, _ = prompt(size, 12)
+
+    def warned(hot):
+        cache = tiered(model, hot=hot, block_size=block_size)
+        with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(ids, past_key_values=cache)
+            model(ids[:, :1], past_key_values=cache)
+        return [str(w.message) for w in caught if issubclass(w.category, KVPassWarning)]
+
+    assert warned(enough) == []
+    (message,) = warned(hot)
+    assert "less than one block of every layer and sequence" in message
+    assert f"hot='{enough}'" in message

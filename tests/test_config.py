@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpass.config import OPTIONS, Config, MemoryConfig
+from kvpass.config import OPTIONS, Config, MemoryConfig, Written
 from kvpass.errors import ConfigError
 from kvpass.sizes import format_size, parse_size
 
@@ -149,8 +149,29 @@ def test_values_that_do_not_fit(option: str, value: object) -> None:
 
 
 def test_all_faults_are_reported_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"memory\.hot = '10'.*inner = 'gcc'"):
+    with pytest.raises(ConfigError, match=r"^hot = '10'.*inner = 'gcc'"):
         Config(hot="10", inner="gcc")
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"hot": "10"}, "hot"),
+        ({"memory.hot": "10"}, "memory.hot"),
+        ({"memory": {"hot": "10"}}, "memory.hot"),
+        ({"hot": Written("--hot", "10")}, "--hot"),
+    ],
+)
+def test_a_message_names_the_option_as_it_was_written(options: dict[str, Any], name: str) -> None:
+    for make in (Config, Config().merge, lambda **given: Config.load(env={}, **given)):
+        with pytest.raises(ConfigError) as caught:
+            make(**options)
+        assert str(caught.value).startswith(f"{name} = '10': ")
+
+
+def test_a_flag_that_was_not_given_leaves_the_environment() -> None:
+    env = {"KVPASS_HOT": "1MiB"}
+    assert Config.load(env=env, hot=Written("--hot", None)).memory.hot == 2**20
 
 
 def test_cold_dir_must_be_a_writable_directory(tmp_path: Path) -> None:
@@ -202,12 +223,15 @@ def test_every_option_is_accepted_by_its_full_and_its_short_name() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"hott": 1}, r"unknown option 'hott' \(value 1\): did you mean 'memory.hot'"),
+        ({"hott": 1}, r"unknown option 'hott' \(value 1\): did you mean 'hot'"),
         ({"memory": {"bloc_size": 32}}, r"'memory.bloc_size'.*did you mean 'memory.block_size'"),
         ({"iner": "eager"}, "did you mean 'inner'"),
-        ({"zzz": 1}, "the options are memory.block_size, memory.hot"),
+        ({"zzz": 1}, "the options are block_size, hot"),
         ({"memory": "64MiB"}, "memory = '64MiB': write options below it"),
-        ({"hot": "1GB", "memory": {"hot": "2GB"}}, "memory.hot is given twice"),
+        (
+            {"hot": "1GB", "memory": {"hot": "2GB"}},
+            "memory.hot is given twice, hot = '1GB' and memory.hot = '2GB'",
+        ),
     ],
 )
 def test_unknown_and_doubled_options(options: dict[str, Any], message: str) -> None:
@@ -248,10 +272,13 @@ def test_load_reads_the_environment_of_the_process(monkeypatch: Any) -> None:
     [
         ({"KVPASS_HOTT": "1GB"}, "KVPASS_HOTT = '1GB': did you mean KVPASS_HOT?"),
         ({"KVPASS_MEMORY_BLOKSIZE": "1"}, "did you mean KVPASS_MEMORY_BLOCK_SIZE?"),
-        ({"KVPASS_MEMORY_ZZZ": "1"}, "unknown variable KVPASS_MEMORY_ZZZ"),
-        ({"KVPASS_HOT": "10"}, "memory.hot = '10': .*unit is missing"),
-        ({"KVPASS_HOT": "1GB", "KVPASS_MEMORY_HOT": "2GB"}, "contradicts"),
-        ({"KVPASS_POISON": "maybe"}, "memory.poison = 'maybe'"),
+        ({"KVPASS_MEMORY_ZZZ": "1"}, "unknown variable KVPASS_MEMORY_ZZZ.*KVPASS_HOT, KVPASS_COLD"),
+        ({"KVPASS_HOT": "10"}, "^KVPASS_HOT = '10': .*unit is missing"),
+        (
+            {"KVPASS_HOT": "1GB", "KVPASS_MEMORY_HOT": "2GB"},
+            "KVPASS_MEMORY_HOT = '2GB' contradicts KVPASS_HOT = '1GB'",
+        ),
+        ({"KVPASS_MEMORY_POISON": "maybe"}, "^KVPASS_MEMORY_POISON = 'maybe'"),
     ],
 )
 def test_environment_that_is_refused(env: dict[str, str], message: str) -> None:

@@ -301,3 +301,97 @@ def test_an_attention_that_is_the_graph_output_is_replaced_too():
     assert "kvpass.attend" in code
     assert "scaled_dot_product" not in code and "torch.cat" not in code
     assert type(kept[0]).__name__ == "KVHandle"
+
+
+def ramp(x):
+    """Of the last two axes; the same for all tokens would be lost in the softmax."""
+    return torch.full_like(x, 0.1).cumsum(-1).cumsum(-2)
+
+
+ALIASED = {
+    "unbind": lambda x: x.unbind(1)[0].mul_(-2.0),
+    "unbind of the last axis": lambda x: torch.unbind(x, dim=3)[1].mul_(-2.0),
+    "movedim": lambda x: x.movedim(1, 0)[1].mul_(-2.0),
+    "moveaxis": lambda x: torch.moveaxis(x, -1, 0)[0].mul_(-3.0),
+    "foreach": lambda x: torch._foreach_add_([x], [ramp(x)]),
+    "foreach of views": lambda x: torch._foreach_add_([x[..., 1:]], [ramp(x[..., 1:])]),
+    "foreach of unbind": lambda x: torch._foreach_add_(x.unbind(1), [ramp(y) for y in x.unbind(1)]),
+    "foreach of another": lambda x: torch._foreach_mul_([x.new_ones(2), x.movedim(3, 0)[0]], -2.0),
+}
+
+
+def written_to(write, target):
+    """An attention whose scores or keys are written to by way of something else."""
+
+    def attention(q, k, v):
+        if target == "keys":
+            write(k)
+        scores = q @ k.transpose(2, 3) * 0.25
+        if target == "scores":
+            write(scores)
+        return F.softmax(scores, -1) @ v
+
+    return attention
+
+
+@pytest.mark.parametrize("target", ["scores", "keys"])
+@pytest.mark.parametrize("name", ALIASED)
+@pytest.mark.filterwarnings("ignore:a TieredCache is used outside")
+def test_a_write_through_an_alias_is_not_lost(name, target):
+    """Uncompiled, a TieredCache gives copies: a write to the keys lasts for one step."""
+    layer = stack(count=1)[0]
+    attention, unwritten = written_to(ALIASED[name], target), written_to(lambda x: None, target)
+
+    def step(x, cache):
+        return layer(x, cache, attention)
+
+    compiled = torch.compile(step, backend=kvpass.backend, options={"inner": "eager"} | OPTIONS)
+    calls, plain, uncompiled, ours = inputs(40, 1), cache(), cache(), cache()
+    with torch.no_grad():
+        expected = [step(x, uncompiled) for x in calls]
+        same(expected, [compiled(x, ours) for x in calls])
+        for x, written in zip(calls, expected, strict=True):
+            assert (layer(x, plain, unwritten) - written).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("target", ["scores", "keys"])
+@pytest.mark.parametrize("name", ALIASED)
+def test_a_write_through_an_alias_of_concatenated_tuples_is_not_lost(name, target):
+    attention = written_to(ALIASED[name], target)
+
+    def step(q, k, v, past):
+        k, v = torch.cat((past[0], k), 2), torch.cat((past[1], v), 2)
+        return attention(q, k, v), (k, v)
+
+    compiled = torch.compile(step, backend=kvpass.backend, options={"inner": "eager"} | OPTIONS)
+    past = got_past = (torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16))
+    with torch.no_grad():
+        for tokens in (5, 1, 1):
+            q, k, v = torch.randn(3, 2, 2, tokens, 16)
+            expected, past = step(q, k, v, past)
+            got, got_past = compiled(q, k, v, got_past)
+            same([expected, *past], [got, *(x + 0 for x in got_past)])
+
+
+@pytest.mark.parametrize("beta", [0, -0.5, -2])
+@pytest.mark.parametrize("content", [math.nan, math.inf, "numbers"])
+def test_baddbmm_of_every_beta(beta, content):
+    """With beta 0 the input is not read, not even where it is NaN; a negative one is a factor."""
+    layer = stack(count=1)[0]
+
+    def attention(q, k, v):
+        a, b, c = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        bias = torch.sin(torch.arange(k.shape[2])) * q[..., 0].flatten(0, 1)[..., None]
+        if content != "numbers":
+            bias = torch.where(bias > 0.5, content, bias)
+        scores = torch.baddbmm(bias, a, b.transpose(1, 2), beta=beta, alpha=0.25)
+        return torch.bmm(F.softmax(scores, -1), c).unflatten(0, q.shape[:2])
+
+    def step(x, cache):
+        return layer(x, cache, attention)
+
+    expected, got, reports = run_both(step, inputs(40, 1, 3), "eager")
+    for a, b in zip(expected, got, strict=True):
+        assert torch.allclose(a, b, atol=1e-5, equal_nan=True)
+    assert all(torch.isfinite(a).all() for a in expected) or beta
+    assert reports[-1].sites

@@ -28,8 +28,20 @@ def test_a_site_in_words():
     first = explanation.sites[0]
     assert first.module == "model.layers.0.self_attn"
     assert (first.form, first.mask) == ("tiered", "causal in a window of 40")
-    assert "2 of 2 attention sites rewritten" in str(explanation)
-    assert "causal in a window of 40" in str(explanation)
+    assert "2 of 2 attention sites rewritten" in explanation.text
+    assert "causal in a window of 40" in explanation.text
+
+
+def test_printing_what_explain_returns_does_not_repeat_the_report(capsys):
+    model = tiny("llama")
+    torch._dynamo.reset()
+    with torch.no_grad():
+        explanation = kvpass.explain(model, prompt(1, 20)[0], past_key_values=tiered(model))
+    assert capsys.readouterr().out == explanation.text + "\n"
+    assert explanation.text.count("model.layers.1.self_attn: rewritten") == 1
+    print(explanation)
+    assert capsys.readouterr().out == "2 of 2 attention sites rewritten\n"
+    assert repr(explanation) == "<Explanation: 2 of 2 attention sites rewritten>"
 
 
 def test_tensors_that_are_no_longer_made_have_names_and_shapes():
@@ -40,7 +52,7 @@ def test_tensors_that_are_no_longer_made_have_names_and_shapes():
         # keys, their repeats for the query heads, and the scores
         for shape in ("[1, 2, 50, 16]", "[1, 4, 50, 16]", "[1, 4, 50, 50]"):
             assert any(item.endswith(shape) for item in site.gone), (shape, site.gone)
-    assert "no longer made" in str(explanation)
+    assert "no longer made" in explanation.text
     rows = json.loads(json.dumps(explanation.as_dict()))["graphs"][0]["sites"]
     assert rows[0]["gone"] == list(explanation.sites[0].gone)
 

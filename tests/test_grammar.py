@@ -47,7 +47,7 @@ import dataclasses
 import gc
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,7 +64,7 @@ from tests.grammar import Model, PlainCache, inputs, meaning
 from tests.graph.spec import FOLDED, Site, Spec
 from tests.models import OPTIONS
 
-EXAMPLES = int(os.environ.get("GRAMMAR_EXAMPLES", "150"))  # 500 take minutes
+EXAMPLES = int(os.environ.get("GRAMMAR_EXAMPLES", "500"))
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2, "float64": 2e-5}
 """Relative to the largest value; outputs are means of values, rounded to their dtype."""
 
@@ -423,7 +423,9 @@ def _quick_compilation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 QUIET = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
-def test_random_modules(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_random_modules(record_property: Callable[[str, object], None]) -> None:
     counts: Counter[tuple[bool, bool]] = Counter()
 
     @settings(QUIET, max_examples=EXAMPLES)
@@ -434,12 +436,12 @@ def test_random_modules(capsys: pytest.CaptureFixture[str]) -> None:
     example()
     total = sum(counts.values())
     whole = counts[False, True] + counts[True, True]
-    with capsys.disabled():
-        print(
-            f"\nrandom modules: {whole} of {total} rewritten ({whole / total:.0%}); of "
-            f"{counts[True, True] + counts[True, False]} with a foreign piece "
-            f"{counts[True, True]} were rewritten and right, the others left alone"
-        )
+    record_property(
+        "summary",
+        f"random modules: {whole} of {total} rewritten ({whole / total:.0%}); of "
+        f"{counts[True, True] + counts[True, False]} with a foreign piece "
+        f"{counts[True, True]} were rewritten and right, the others left alone",
+    )
     assert total >= EXAMPLES and whole >= total / 2 and not counts[False, False]
 
 

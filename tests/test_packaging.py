@@ -10,19 +10,23 @@ import sys
 import tomllib
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 
+import model_zoo
 from kvpass._version import __version__
 from kvpass.cli import COMMANDS, doctor, main
-from kvpass.errors import ConfigError
+from kvpass.errors import CheckpointError, ConfigError, DownloadError, KVPassError
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("kvpass", "triton_ops", "model_zoo")
 SOURCES = sorted(
     path for folder in (*PACKAGES, "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")
 )
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FLAG = r"(?<!\S)`?(--[a-z][a-z-]*)"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
@@ -146,19 +150,80 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
     assert f"kvpass {name}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("error", "status"), [(ConfigError, 2), (CheckpointError, 1), (DownloadError, 1)]
+)
 def test_an_error_is_one_line_unless_debugging(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[KVPassError],
+    status: int,
 ) -> None:
     def fail() -> None:
-        raise ConfigError("memory.hot = 'x': write '64MiB'")
+        raise error("hot = 'x': write '64MiB'")
 
     monkeypatch.setattr(doctor, "examine", fail)
     with pytest.raises(SystemExit) as caught:
         main(["doctor"])
-    assert caught.value.code == 1
-    assert capsys.readouterr().err == "error: memory.hot = 'x': write '64MiB'\n"
-    with pytest.raises(ConfigError):
+    assert caught.value.code == status
+    assert capsys.readouterr().err == "error: hot = 'x': write '64MiB'\n"
+    with pytest.raises(error):
         main(["--debug", "doctor"])
+
+
+def test_help_and_readme_name_the_exit_statuses(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "Exit status: 0 success, 1 failure" in capsys.readouterr().out
+    assert "exits with 0 on success, 1 when it fails" in README
+
+
+def test_every_flag_in_the_readme_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    known: dict[str, set[str]] = {}
+    for name in COMMANDS:
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        known[name] = set(re.findall(FLAG, capsys.readouterr().out))
+    lines = re.findall(r"kvpass ([a-z]+)\b([^`\n]* --[^`\n]*)", README)
+    assert {name for name, _ in lines} >= {"generate", "explain"}
+    for name, rest in lines:
+        assert set(re.findall(FLAG, rest)) <= known[name], (name, rest)
+    assert set(re.findall(FLAG, README)) <= set().union(*known.values())
+
+
+@pytest.mark.checkpoint
+def test_the_snippets_of_the_readme_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of a whole program, uncompiled and shorter, with a folder in place of the hub."""
+    folder = model_zoo.load("smollm2-135m").path
+    snippets = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(snippets) == 2
+    for snippet in snippets:
+        text = re.sub(r'^path = ".*"', f"path = {str(folder)!r}", snippet, flags=re.MULTILINE)
+        text = text.replace("backend=kvpass.backend", 'backend="kvpass"')
+        text = text.replace('backend="kvpass"', 'backend="kvpass", options={"inner": "eager"}')
+        text = text.replace("max_new_tokens=64", "max_new_tokens=4")
+        names: dict[str, Any] = {}
+        exec(text, names)
+        assert names["cache"].get_seq_length() >= 8
+    assert "A cache keeps" in capsys.readouterr().out
+
+
+def test_benchmarks_without_pytest_say_what_to_install(tmp_path: Path) -> None:
+    """Isolated from site-packages, as in a clone where nothing is installed."""
+    script = str(ROOT / "benchmarks" / "run.py")
+    for arguments, code, words in (
+        (["--help"], 0, "which benchmarks"),
+        (["cpu"], 1, "error: the benchmarks need pytest and pytest-benchmark: pip install"),
+    ):
+        run = subprocess.run(
+            [sys.executable, "-I", "-S", script, *arguments],
+            capture_output=True, text=True, cwd=tmp_path,
+        )  # fmt: skip
+        assert run.returncode == code, run.stderr
+        assert words in (run.stdout if code == 0 else run.stderr)
+        assert "Traceback" not in run.stderr
+    assert len(run.stderr.splitlines()) == 1
+    assert '".[bench]"' in run.stderr
 
 
 def test_version_and_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from kvpass._version import __version__
-from kvpass.errors import KVPassError
+from kvpass.errors import ConfigError, KVPassError
 
 # name -> line of `kvpass --help`; the function is `command` in kvpass/cli/<name>.py.
 COMMANDS = {
@@ -62,7 +62,10 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(no_args_is_help=True)
+@app.callback(
+    no_args_is_help=True,
+    epilog="Exit status: 0 success, 1 failure (tokens differ, a download fails), 2 wrong usage.",
+)
 def _options(
     ctx: typer.Context,
     version: Annotated[
@@ -78,7 +81,7 @@ def _options(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 on success, 1 on an error of kvpass, 2 on wrong usage.
+    """Run the command line and exit: 0 on success, 1 on a failure, 2 on wrong usage.
 
     Args:
         argv: arguments after the program's name; None takes those of the process.
@@ -91,4 +94,5 @@ def main(argv: Sequence[str] | None = None) -> None:
         if state["debug"]:
             raise
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+        # Options are checked before anything runs, in the commands and by typer alike.
+        sys.exit(2 if isinstance(error, ConfigError) else 1)

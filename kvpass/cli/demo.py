@@ -33,12 +33,11 @@ def command(
     import kvpass
     import model_zoo
     from kvpass.cli import running
-    from kvpass.config import Config
     from kvpass.errors import ConfigError
     from kvpass.sizes import format_size
 
     console = Console()
-    Config.load(inner=inner)  # a wrong name should not wait for the model
+    running.check_options(inner=inner)  # a wrong name should not wait for the model
     console.print("loading SmolLM2-135M-Instruct (fetched and converted on first use) ...")
     loaded = model_zoo.load("smollm2-135m")
     config = loaded.config

@@ -49,13 +49,12 @@ def command(
     import kvpass
     import model_zoo
     from kvpass.cli import running
-    from kvpass.config import Config
     from kvpass.explanation import Explanation, check_folder, explaining
 
-    Config.load(inner=inner, hot=hot)
+    running.check_options(inner=inner, hot=hot)
     if graph is not None:
         check_folder(graph)
-    loaded = model_zoo.load(model)
+    loaded = running.load(model)
     prompt = torch.tensor([loaded.tokenizer.encode(PROMPT)])
     own = via is Via.own
     network: Any = loaded.decoder if own else running.load_transformers(str(loaded.path))
@@ -94,7 +93,7 @@ def command(
             failed |= not row["tokens_equal"]
         results.append(row)
         if not as_json:
-            typer.echo(f"{type(network).__name__} with {name}: {explanation}")
+            typer.echo(f"{type(network).__name__} with {name}: {explanation.text}")
             if reference is not None:
                 equal = "equal" if row["tokens_equal"] else "NOT EQUAL"
                 typer.echo(

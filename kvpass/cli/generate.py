@@ -41,12 +41,11 @@ def command(
     import kvpass
     import model_zoo
     from kvpass.cli import running
-    from kvpass.config import Config
     from kvpass.errors import ConfigError
 
     if (prompt is None) == (prompt_file is None):
         raise ConfigError("give one of --prompt and --prompt-file")
-    Config.load(inner=inner, hot=hot)
+    running.check_options(inner=inner, hot=hot)
     if prompt_file is not None:
         try:
             prompt = prompt_file.read_text(encoding="utf-8")
@@ -54,7 +53,7 @@ def command(
             raise ConfigError(f"--prompt-file {prompt_file}: {error}") from error
     assert prompt is not None
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    loaded = model_zoo.load(model, device=device)
+    loaded = running.load(model, device)
     tokenizer = loaded.tokenizer
     ids = (
         tokenizer.encode(tokenizer.apply_chat(prompt), add_bos=False)

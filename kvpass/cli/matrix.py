@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -126,7 +127,9 @@ def run_cell(cell: Cell, steps: int, inner: str = "eager") -> Result:
         with (
             observed(reports.append),
             torch._dynamo.config.patch(fail_on_recompile_limit_hit=True),
+            warnings.catch_warnings(),
         ):
+            warnings.filterwarnings("ignore", "hot = .* holds less")  # TIERS are small on purpose
             cache = make_cache(architecture, model, cell.cache, limit)
             options = {"inner": inner, **TIERS}
             compiled = torch.compile(model, backend=kvpass.backend, options=options)

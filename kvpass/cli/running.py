@@ -7,13 +7,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import kvpass
-from kvpass.errors import CheckpointError
+import model_zoo
+from kvpass.config import Config, Written
+from kvpass.errors import CheckpointError, ConfigError
 
 
 @dataclass
@@ -93,6 +96,35 @@ def decode(
             tokens = torch.tensor([[token]], device=prompt.device)
     run.memory = (base, top)
     return run
+
+
+def check_options(**flags: str | None) -> None:
+    """Refuse flags that are options of kvpass, and variables, before anything slow is done.
+
+    Args:
+        **flags: values by the option, which is the flag's name too; None: not given.
+
+    Raises:
+        ConfigError: a value does not fit; the message names the flag or the variable.
+    """
+    options: dict[str, Any] = {name: Written(f"--{name}", flags[name]) for name in flags}
+    Config.load(**options)
+
+
+def load(model: str, device: str = "cpu") -> model_zoo.LoadedModel:
+    """The checkpoint that ``--model`` names, fp32.
+
+    Raises:
+        ConfigError: it is neither a folder nor a known name.
+        CheckpointError: it cannot be fetched or loaded.
+    """
+    known = model_zoo.available()
+    if model not in known and not Path(model).is_dir():
+        raise ConfigError(
+            f"--model {model!r} is neither a folder nor a known name; known names: "
+            f"{', '.join(known)}"
+        )
+    return model_zoo.load(model, device=device)
 
 
 def own_step(decoder: Callable[..., Tensor], cache: Any) -> Callable[[Tensor], Tensor]:

@@ -28,7 +28,8 @@ def read_mask(reader: MaskReader, chain: Chain, query: fx.Node, source: CacheSou
         NotMatched: a mask has no exact form.
     """
     shape = need_tensor(query, "the query").shape
-    keys = need_tensor(source.keys, "the keys").shape[2]
+    need_tensor(source.keys, "the keys")
+    keys = source.shapes[0][2]
     scores: Sizes = (shape[0], shape[1], shape[2], keys)
     for node in chain.scores.unfolded:
         if not same_shape(shape_of(node) or (), scores):
@@ -41,7 +42,7 @@ def read_mask(reader: MaskReader, chain: Chain, query: fx.Node, source: CacheSou
             )
         return MaskSpec(causal=True)
     terms = chain.scores.terms
-    readings = [_read(reader, term, scores, source.keep > 0) for term in terms]
+    readings = [_read(reader, term, scores, source) for term in terms]
     known = [(term, *found) for term, found in zip(terms, readings, strict=True) if found]
     opaque = [term for term, found in zip(terms, readings, strict=True) if not found]
     # finfo.min hides a key only next to one that is visible: with other masks that is not sure.
@@ -57,7 +58,12 @@ def read_mask(reader: MaskReader, chain: Chain, query: fx.Node, source: CacheSou
     for term in opaque:
         _check_operand(term, scores, query, len(opaque) > 1)
     windows = [reading.window for _, reading, _ in known if reading.window]
+    pasts = [reading.past for _, reading, _ in known if reading.causal and reading.past is not None]
+    if not all(same(past, pasts[0]) for past in pasts):
+        raise NotMatched("several masks that take the queries to begin at different positions")
     return MaskSpec(
+        past=pasts[0] if pasts else None,
+        assumed=tuple(pair for _, reading, _ in known for pair in reading.assumed),
         causal=any(reading.causal for _, reading, _ in known),
         window=min(windows, default=0),
         kv_mask=next(iter(padding), None),
@@ -67,7 +73,7 @@ def read_mask(reader: MaskReader, chain: Chain, query: fx.Node, source: CacheSou
 
 
 def _read(
-    reader: MaskReader, term: MaskTerm, scores: Sizes, shortened: bool
+    reader: MaskReader, term: MaskTerm, scores: Sizes, source: CacheSource
 ) -> tuple[Reading, float] | None:
     """What one term means, and the score that hidden keys get; None if it is not read exactly."""
     tensor = need_tensor(term.node, "the mask")
@@ -83,10 +89,11 @@ def _read(
             value = value.inverted()
     elif isinstance(value, Keep) or value is None:
         return None
-    reading = reader.read(value, shape, batch, queries, keys)
+    position = source.position if source.fills_buffer else None
+    reading = reader.read(value, shape, batch, queries, keys, position)
     if reading is None or term.factor <= 0.0:
         return None
-    if not shortened and not same(reading.kv_offset, 0):
+    if not source.keep and not same(reading.kv_offset, 0):
         return None
     hidden = term.value if term.kind == "fill" else reading.hidden
     if hidden == -math.inf:

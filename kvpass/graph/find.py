@@ -3,22 +3,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import fx
 
 from kvpass.graph.combine import read_mask
+from kvpass.graph.entry import EntryValues
 from kvpass.graph.kv import (
     NoSource,
     address,
     check_new,
     find_source,
+    is_handle,
     is_read,
     is_update,
     placed_mask,
 )
 from kvpass.graph.legality import site_refusal
 from kvpass.graph.mask import MaskReader
-from kvpass.graph.operands import Operand, kv_heads, unfold_query, unrepeat
+from kvpass.graph.operands import Operand, behind_transpose, kv_heads, unfold_query, unrepeat
+from kvpass.graph.probe import Probe, probe_of
 from kvpass.graph.score import (
     Chain,
     is_softmax,
@@ -34,6 +39,7 @@ from kvpass.graph.site import (
     MaskSpec,
     Refusal,
 )
+from kvpass.graph.static import StaticReader
 from kvpass.graph.walk import (
     NotMatched,
     describe,
@@ -42,6 +48,8 @@ from kvpass.graph.walk import (
     module_path,
     need_tensor,
     op_name,
+    same,
+    shape_of,
     size_reads,
     value_of,
     written_between,
@@ -72,8 +80,11 @@ class _Finder:
         self.nodes = list(graph.nodes)
         self.order = {node: position for position, node in enumerate(self.nodes)}
         self.live = live_nodes(graph)
-        self.reader = MaskReader()
-        self.result = FindResult()
+        self.entry = EntryValues(graph)
+        self.reader = MaskReader(self.entry)
+        self.probes: dict[tuple[fx.Node, ...], Probe | str] = {}
+        self.static = StaticReader(graph, self.live, self.reader)
+        self.result = FindResult(entry=self.entry)
         self.count = 0
 
     def run(self) -> FindResult:
@@ -151,13 +162,14 @@ class _Finder:
         chain = match_sdpa(node) if sdpa else match_softmax(node, self.live)
         keys, values = unrepeat(chain.keys), unrepeat(chain.values)
         query = unfold_query(chain.query)
-        source = find_source(keys, values, self.live)
+        keys, values, source = self._source(keys, values, node)
         _check_operands(query, keys, values)
         check_new(source, query.base)
         self._check_heads(query, keys, values, chain.grouped)
         interior = self._interior(chain, keys, values)
         self._check_users(chain, source, interior)
         mask = read_mask(self.reader, chain, query.base, source)
+        source = self._with_assumptions(source, mask)
         mask = placed_mask(source, query.base, mask)
         self._check_writes(chain, query.base, source, mask, interior)
         scores = chain.scores
@@ -174,6 +186,46 @@ class _Finder:
             module=module_path(node) or f"attention[{self.count}]",
             interior=interior,
         )
+
+    def _source(
+        self, keys: Operand, values: Operand, anchor: fx.Node
+    ) -> tuple[Operand, Operand, CacheSource]:
+        """The cache behind the operands, and the operands as far back as it is."""
+        further = behind_transpose(keys), behind_transpose(values)
+        for k, v in (further, (keys, values)):
+            source = self.static.source(k, v, anchor) if k and v else None
+            if k and v and source is not None:
+                return k, v, source
+        return keys, values, find_source(keys, values, self.live)
+
+    def _with_assumptions(self, source: CacheSource, mask: MaskSpec) -> CacheSource:
+        """What the graph takes for granted about the position of the new tokens."""
+        if mask.terms and (source.fills_buffer or source.write == "roll"):
+            source = replace(source, probe=self._probe(source, mask))
+        if not source.fills_buffer or not mask.causal:
+            return source
+        assert source.position is not None and mask.past is not None
+        if same(source.position, mask.past):
+            return source
+        pair = (source.position, mask.past)
+        if not any(map(self.entry.knows, pair)):
+            raise NoSource(f"new tokens are written at {pair[0]}, the mask takes them at {pair[1]}")
+        return replace(source, assumed=(*source.assumed, pair))
+
+    def _probe(self, source: CacheSource, mask: MaskSpec) -> Probe:
+        nodes = tuple(term.node for term in mask.terms)
+        for term in mask.terms:
+            if term.factor != 1.0 or not same((shape_of(term.node) or (1,))[-1], source.capacity):
+                raise NoSource(
+                    f"the mask {term.node.name} does not say of each token of the static buffer "
+                    "whether it is seen"
+                )
+        if nodes not in self.probes:
+            self.probes[nodes] = probe_of(mask.terms, source.write == "roll")
+        found = self.probes[nodes]
+        if isinstance(found, str):
+            raise NoSource(found)
+        return found
 
     def _check_heads(self, query: Operand, keys: Operand, values: Operand, grouped: bool) -> None:
         shape = need_tensor(query.base, "the query").shape
@@ -217,9 +269,11 @@ class _Finder:
             for user in node.users:
                 if user in self.live and user not in inside and not self._sizes(user, inside):
                     raise NotMatched(
-                        f"{node.name} inside the attention is also used by "
-                        f"{'the graph output' if user.op == 'output' else describe(user)}"
+                        f"{node.name} inside the attention is also used by {_user(user)}"
                     )
+        if source.form == "static":
+            self._check_buffers(source, inside)
+            return
         stored = {node for node in (source.stored_k, source.stored_v) if node is not None}
         for node in (source.keys, source.values, *stored):
             known = frozenset(read for read, _ in size_reads(node))
@@ -229,8 +283,29 @@ class _Finder:
                 # An input stays an input for those who ask for its shape.
                 inner |= source.form == "read" and is_shape_read(user)
                 if user in self.live and not inner and not returned:
-                    what = "the graph output" if user.op == "output" else describe(user)
-                    raise NoSource(f"the cache {node.name} is also used by {what}")
+                    raise NoSource(f"the cache {node.name} is also used by {_user(user)}")
+
+    def _check_buffers(self, source: CacheSource, inside: set[fx.Node]) -> None:
+        """A buffer without memory of its own is read by its attention only, as is what is joined.
+
+        Dense memory is still written, so that it may be read elsewhere.
+        """
+        allowed = {*inside, *source.writes, source.keys, source.values}
+        nodes = {source.keys, source.values} - {source.k_new, source.v_new}
+        for buffer in (source.past_k, source.past_v):
+            if buffer is None or not (buffer is source.stored_k or is_handle(buffer)):
+                nodes.discard(buffer)
+            else:
+                nodes.add(buffer)
+        made = source.stored_k is not None
+        for node in nodes:
+            for user in node.users:
+                if user not in self.live or user in allowed or self._sizes(user, inside):
+                    continue
+                is_buffer = node in (source.past_k, source.past_v)
+                if is_buffer and (is_shape_read(user) or (made and user.op == "output")):
+                    continue
+                raise NoSource(f"the cache {node.name} is also used by {_user(user)}")
 
     def _check_writes(
         self,
@@ -246,9 +321,16 @@ class _Finder:
         inputs += [source.past_k, source.past_v, source.keys, source.values]
         given = [node for node in inputs if node is not None]
         start = min(self.order[node] for node in (*given, *interior))
+        if source.form == "static":  # whatever else is written to buffers has been excluded
+            given = [n for n in given if n not in (source.past_k, source.past_v, source.keys)]
+            given = [n for n in given if n is not source.values or n is source.v_new]
         write = written_between(given, start, self.order[chain.output], self.order)
         if write is not None:
             raise NotMatched(f"{describe(write)} writes in place to an input of the attention")
+
+
+def _user(node: fx.Node) -> str:
+    return "the graph output" if node.op == "output" else describe(node)
 
 
 def _check_operands(query: Operand, keys: Operand, values: Operand) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import fx
 
 from kvpass.graph.operands import Operand
-from kvpass.graph.site import CacheForm, CacheSource, MaskSpec
+from kvpass.graph.site import CacheForm, CacheSource, MaskSpec, tokens_axis
 from kvpass.graph.walk import (
     NotMatched,
     bind,
@@ -229,7 +229,7 @@ def check_new(source: CacheSource, query: fx.Node) -> None:
     v = need_tensor(source.v_new, "the new values").shape
     if len(k) != 4 or len(v) != 4 or len(q) != 4:
         raise NoSource("queries, keys and values must be [batch, heads, tokens, head_dim]")
-    if not same(k[2], v[2]) or not same(k[1], v[1]) or not same(k[0], v[0]):
+    if not all(same(k[i], v[i]) for i in range(3)):
         raise NoSource(
             f"new keys {tuple(k)} and values {tuple(v)} differ in batch, heads or tokens"
         )
@@ -242,10 +242,18 @@ def placed_mask(source: CacheSource, query: fx.Node, mask: MaskSpec) -> MaskSpec
         NoSource: it is not.
     """
     queries = need_tensor(query, "the query").shape[2]
+    axis = tokens_axis(source.tokens_first)
     if mask.causal and (
-        source.k_new is None or not same(need_tensor(source.k_new, "keys").shape[2], queries)
+        source.k_new is None or not same(need_tensor(source.k_new, "keys").shape[axis], queries)
     ):
         raise NoSource("the mask is causal, but there is not one new key for each query")
+    if source.fills_buffer and not (mask.causal or mask.terms):
+        raise NoSource(
+            "the mask is not causal, and the attention reads a static buffer as far as it is not "
+            "filled"
+        )
+    if source.form == "static" and source.keep:
+        return _in_buffer(source, mask)
     if source.keep:
         keys = need_tensor(source.keys, "the keys").shape[2]
         if not mask.window and mask.causal and proven(keys <= source.keep + 1):
@@ -263,6 +271,32 @@ def placed_mask(source: CacheSource, query: fx.Node, mask: MaskSpec) -> MaskSpec
                 "is kept: pass a TieredCache, which keeps positions"
             )
     return mask
+
+
+def _in_buffer(source: CacheSource, mask: MaskSpec) -> MaskSpec:
+    """A mask over a buffer that keeps the last ``capacity`` tokens, all of them seen at most.
+
+    Raises:
+        NoSource: it shows others.
+    """
+    shown = mask.window
+    if source.position is not None and same(source.position, 0):
+        return mask  # nothing is in the buffer yet: keys are the new ones
+    if source.write == "roll":
+        shown = shown or source.capacity
+        # The only query is the last token; the runtime finds whether a mask hides anything.
+        mask = replace(mask, causal=True, terms=())
+    if not mask.causal or not 0 < shown <= source.capacity:
+        raise NoSource(
+            f"the buffer keeps {source.capacity} tokens, the mask shows {shown or 'all of them'}: "
+            "a window that fits is needed"
+        )
+    if mask.terms or mask.kv_mask is not None:
+        raise NoSource(
+            "a mask over a buffer that keeps the last tokens counts from the first one that is "
+            "kept: pass a TieredCache, which keeps positions"
+        )
+    return replace(mask, window=shown)
 
 
 # fmt: off

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from kvpass.graph.entry import EntryValues
 from kvpass.graph.values import Bias, Bound, Const, Index, Keep, Pad, Value, below, move
 from kvpass.graph.walk import (
     Size,
@@ -45,12 +46,21 @@ class Reading:
     hidden: float = -math.inf
     # Column of kv_mask that stands for the first key.
     kv_offset: Size = 0
+    # Position of the first query, as the mask has it.
+    past: Size | None = None
+    # Sizes that are equal in every call that runs, but not proven to be.
+    assumed: tuple[tuple[Size, Size], ...] = ()
 
 
 class MaskReader:
-    """Reads mask expressions of one graph."""
+    """Reads mask expressions of one graph.
 
-    def __init__(self) -> None:
+    Args:
+        entry: what integer inputs hold.
+    """
+
+    def __init__(self, entry: EntryValues) -> None:
+        self.entry = entry
         self._known: dict[fx.Node, Value | None] = {}
 
     def value(self, node: object) -> Value | None:
@@ -64,9 +74,19 @@ class MaskReader:
         return self._known[node]
 
     def read(
-        self, value: Value | None, shape: tuple[Size, ...], batch: Size, queries: Size, keys: Size
+        self,
+        value: Value | None,
+        shape: tuple[Size, ...],
+        batch: Size,
+        queries: Size,
+        keys: Size,
+        position: Size | None = None,
     ) -> Reading | None:
-        """What a bool or 0/min value means for scores [batch, heads, queries, keys], or None."""
+        """What a bool or 0/min value means for scores [batch, heads, queries, keys], or None.
+
+        With a ``position`` the keys are a buffer of which only a part is filled, and the queries
+        begin at ``position``; the reading says where the mask takes them to begin.
+        """
         hidden = -math.inf
         if isinstance(value, Bias):
             hidden = value.hidden
@@ -74,39 +94,46 @@ class MaskReader:
         if not isinstance(value, Keep) or value.negated or not shape or not same(shape[-1], keys):
             return None
         causal, window = False, 0
+        past = keys - queries if position is None else _past_of(value, position)
         for bound in value.bounds:
             if bound.k_axis != -1 or not same(bound.k_extent, keys):
                 return None
-            if _hides_nothing(bound, queries, keys):
+            if _hides_nothing(bound, queries, keys) and not same(bound.shift, past):
                 continue
             if bound.q_axis not in (-2, None) or not same(bound.q_extent, queries):
                 return None
             if bound.lower:
-                # j > i + (keys - queries) - window
-                width = fixed(keys - queries - bound.shift)
+                # j > i + past - window
+                width = fixed(past - bound.shift)
                 if width is None or width < 1:
                     return None
                 window = min(width, window or width)
-            elif not same(bound.shift, keys - queries):
+            elif not same(bound.shift, past):
                 return None
             else:
                 causal = True
         if window and not causal:
             return None
         nodes = {pad.node for pad in value.pads}
+        assumed: list[tuple[Size, Size]] = []
         if len(nodes) > 1:
             return None
         for pad in value.pads:
             rows = tensor_of(pad.node)
             if pad.b_axis != -4 or pad.k_axis != -1 or rows is None:
                 return None
-            fits = same(pad.b_extent, batch) and same(rows.shape[0], batch)
-            if not fits or not same(pad.k_extent, keys):
+            if not same(pad.b_extent, batch) or not same(pad.k_extent, keys):
                 return None
+            if not same(rows.shape[0], batch):
+                if fixed(rows.shape[0]) is not None:
+                    return None
+                assumed.append((rows.shape[0], batch))
             if not same(pad.offset, value.pads[0].offset):
                 return None
         offset = value.pads[0].offset if value.pads else 0
-        return Reading(causal, window, next(iter(nodes), None), hidden, offset)
+        return Reading(
+            causal, window, next(iter(nodes), None), hidden, offset, past, tuple(assumed)
+        )
 
     def _evaluate(self, node: fx.Node) -> Value | None:
         if is_written(node):
@@ -116,7 +143,7 @@ class MaskReader:
         if value is None and is_cast(node) and isinstance(node.args[0], fx.Node):
             value = self._cast(node)
         if value is None:
-            value = _opaque(node)
+            value = self._opaque(node)
         return value
 
     def _cast(self, node: fx.Node) -> Value | None:
@@ -158,12 +185,20 @@ class MaskReader:
             return None
         left, right = bound["input"], bound["other"]
         sign = -1 if op_name(node) == "sub" else 1
-        value, amount = self.value(left), scalar_of(right)
+        value, amount = self.value(left), self._amount(right, node)
         if not isinstance(value, Index) and sign == 1:
-            value, amount = self.value(right), scalar_of(left)
+            value, amount = self.value(right), self._amount(left, node)
         if not isinstance(value, Index) or amount is None:
             return None
         return replace(value, offset=value.offset + sign * amount)
+
+    def _amount(self, item: object, at: fx.Node) -> Size | None:
+        """A number that is added to an index: known, a size, or in a tensor of one element."""
+        known = scalar_of(item)
+        tensor = tensor_of(item)
+        if known is None and tensor is not None and tensor.dim() == 0:
+            return self.entry.of(item, at)
+        return known
 
     def _getitem(self, node: fx.Node) -> Value | None:
         source, index = node.args
@@ -337,6 +372,16 @@ class MaskReader:
             return None
         return Bias(mask.inverted(), fill.value)
 
+    def _opaque(self, node: fx.Node) -> Value | None:
+        """A bool [rows, keys] tensor of unknown content can be padding, a 1-D input positions."""
+        tensor = tensor_of(node)
+        if tensor is not None and tensor.dim() == 1 and node.op in ("placeholder", "get_attr"):
+            first = self.entry.of(node, node)
+            return None if first is None else Index(-1, first, tensor.shape[0])
+        if tensor is None or tensor.dtype != torch.bool or tensor.dim() != 2:
+            return None
+        return Keep(pads=(Pad(node, -2, -1, tensor.shape[0], tensor.shape[1]),))
+
     def _same(self, node: fx.Node) -> Value | None:
         """Broadcasting and copies: axes counted from the right do not move."""
         value = self.value(node.args[0])
@@ -349,15 +394,13 @@ def _hides_nothing(bound: Bound, queries: Size, keys: Size) -> bool:
         # The strictest place is the last one along whatever axis it is.
         last = bound.q_extent - 1 if bound.q_axis is not None else 0
         return proven(bound.shift + last < 0)
-    return proven(bound.shift >= keys - 1) and not same(bound.shift, keys - queries)
+    return proven(bound.shift >= keys - 1)
 
 
-def _opaque(node: fx.Node) -> Value | None:
-    """A bool [rows, keys] tensor of unknown content can still be padding."""
-    tensor = tensor_of(node)
-    if tensor is None or tensor.dtype != torch.bool or tensor.dim() != 2:
-        return None
-    return Keep(pads=(Pad(node, -2, -1, tensor.shape[0], tensor.shape[1]),))
+def _past_of(value: Keep, position: Size) -> Size:
+    """Where a causal mask over a buffer takes the queries to begin: for the runtime to confirm."""
+    shifts = [b.shift for b in value.bounds if not b.lower and b.q_axis in (-2, None)]
+    return shifts[0] if shifts else position
 
 
 _HANDLERS: dict[str, Callable[[MaskReader, fx.Node], Value | None]] = {

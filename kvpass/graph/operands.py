@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -32,12 +32,14 @@ class Operand:
         base: before heads are repeated, batch and heads folded, numbers widened or scaled.
         between: the nodes between the two, and ``node`` if it is not ``base``.
         factor: ``node`` is ``factor`` times ``base``, apart from its form.
+        tokens_first: ``base`` is ``[B, tokens, H, D]``.
     """
 
     node: fx.Node
     base: fx.Node
     between: tuple[fx.Node, ...]
     factor: float = 1.0
+    tokens_first: bool = False
 
 
 def unrepeat(node: fx.Node) -> Operand:
@@ -47,14 +49,34 @@ def unrepeat(node: fx.Node) -> Operand:
     interleaved order (query head i uses KV head i // r), folding of batch and heads, casts that
     widen and multiplication by a number.
     """
-    current, factor = node, 1.0
-    between: list[fx.Node] = []
+    return _walk(Operand(node, node, ()))
+
+
+def behind_transpose(operand: Operand) -> Operand | None:
+    """The same operand further back, if its base is ``x.transpose(1, 2)`` of ``[B, tokens, H, D]``.
+
+    Heads may be repeated before the transposition.
+    """
+    node = operand.base
+    bound = bind(node, "input", "dim0", "dim1") if op_name(node) == "transpose" else None
+    if bound is None or len(bound) != 3 or len(shape_of(node) or ()) != 4:
+        return None
+    dims = {dim % 4 for dim in (bound["dim0"], bound["dim1"]) if isinstance(dim, int)}
+    if dims != {1, 2} or not isinstance(bound["input"], fx.Node):
+        return None
+    between = (*operand.between, node)
+    return _walk(Operand(operand.node, bound["input"], between, operand.factor, True))
+
+
+def _walk(operand: Operand) -> Operand:
+    current, factor = operand.base, operand.factor
+    between = list(operand.between)
     while True:
-        step = _step(current)
+        step = _step(current, 2 if operand.tokens_first else 1)
         if step is None:
             scaled = _scaled(current)
             if scaled is None:
-                return Operand(node, current, tuple(between), factor)
+                return replace(operand, base=current, between=tuple(between), factor=factor)
             factor *= scaled[1]
             step = scaled[0], [current]
         inner, passed = step
@@ -74,7 +96,8 @@ def unfold_query(node: fx.Node) -> Operand:
         current = inner
 
 
-def _step(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
+def _step(node: fx.Node, axis: int) -> tuple[fx.Node, list[fx.Node]] | None:
+    """One step back; ``axis`` is that of the heads."""
     name = op_name(node)
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
@@ -82,12 +105,12 @@ def _step(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
     if name == "contiguous" and len(node.args) == 1 and not node.kwargs:
         return source, [node]
     if name == "repeat_interleave":
-        return _repeat_interleave(node)
-    wide = _widened(node) or _folded(node)
+        return _repeat_interleave(node, axis)
+    wide = _widened(node) or (_folded(node) if axis == 1 else None)
     if wide is not None:
         return wide, [node]
     if name in ("reshape", "view", "flatten"):
-        return _expanded(node, source)
+        return _expanded(node, source, axis)
     return None
 
 
@@ -135,7 +158,7 @@ def _scaled(node: fx.Node) -> tuple[fx.Node, float] | None:
     return left, number if op_name(node) == "mul" else 1.0 / number
 
 
-def _repeat_interleave(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
+def _repeat_interleave(node: fx.Node, axis: int) -> tuple[fx.Node, list[fx.Node]] | None:
     bound = bind(node, "input", "repeats", "dim", "output_size")
     if bound is None:
         return None
@@ -143,14 +166,14 @@ def _repeat_interleave(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
     before, after = shape_of(source), shape_of(node)
     if not isinstance(source, fx.Node) or before is None or after is None:
         return None
-    if not isinstance(repeats, int) or len(before) != 4 or dim not in (1, -3):
+    if not isinstance(repeats, int) or len(before) != 4 or dim not in (axis, axis - 4):
         return None
-    expected = (before[0], before[1] * repeats, before[2], before[3])
+    expected = tuple(n * repeats if i == axis else n for i, n in enumerate(before))
     return (source, [node]) if same_shape(after, expected) else None
 
 
-def _expanded(node: fx.Node, source: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
-    """``x[:, :, None].expand(B, H, r, S, D).reshape(B, H * r, S, D)``."""
+def _expanded(node: fx.Node, source: fx.Node, axis: int) -> tuple[fx.Node, list[fx.Node]] | None:
+    """``x[:, :, None].expand(B, H, r, S, D).reshape(B, H * r, S, D)``; heads on ``axis``."""
     passed = [node]
     if op_name(source) == "contiguous" and isinstance(source.args[0], fx.Node):
         passed.append(source)
@@ -169,16 +192,16 @@ def _expanded(node: fx.Node, source: fx.Node) -> tuple[fx.Node, list[fx.Node]] |
         return None
     if op_name(widened) == "unsqueeze":
         bound = bind(widened, "input", "dim")
-        if bound is None or bound["dim"] not in (2, -3):
+        if bound is None or bound["dim"] not in (axis + 1, axis - 4):
             return None
-    elif inserted_axes(widened.args[1], 4) != [0, 1, None, 2, 3]:
+    elif inserted_axes(widened.args[1], 4) != [*range(axis + 1), None, *range(axis + 1, 4)]:
         return None
-    batch, heads, length, dim = first
-    repeats = grown[2]
+    repeats = grown[axis + 1]
+    before, after = first[: axis + 1], first[axis + 1 :]
     fits = (
-        same_shape(with_axis, (batch, heads, 1, length, dim))
-        and same_shape(grown, (batch, heads, repeats, length, dim))
-        and same_shape(last, (batch, heads * repeats, length, dim))
+        same_shape(with_axis, (*before, 1, *after))
+        and same_shape(grown, (*before, repeats, *after))
+        and same_shape(last, (*before[:-1], before[-1] * repeats, *after))
     )
     return (origin, [*passed, source, widened]) if fits else None
 
@@ -191,7 +214,7 @@ def kv_heads(operand: Operand, query_heads: int, grouped: bool, what: str) -> in
     """
     unfolded = (n for n in (operand.node, *operand.between, operand.base) if _rank(n) == 4)
     product = need_tensor(next(unfolded, None), what).shape[1]
-    stored = need_tensor(operand.base, what).shape[1]
+    stored = need_tensor(operand.base, what).shape[2 if operand.tokens_first else 1]
     if not isinstance(product, int) or not isinstance(stored, int):
         raise NotMatched(f"the number of heads of the {what} is not static")
     fits = product in (query_heads, 1) or (grouped and query_heads % max(product, 1) == 0)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from kvpass.graph.probe import Probe
+
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -26,11 +28,31 @@ class LayerShape:
     head_dim_k: int
     head_dim_v: int
     dtype: torch.dtype
+    device: torch.device
     past: Any = None
     mask: Any = None
     mask_offset: Any = None
     keep: int = 0
     absolute: bool = False
+
+
+@dataclass(frozen=True)
+class BufferUse:
+    """How a site with static buffers uses them; see :mod:`kvpass.graph.static`.
+
+    Attributes:
+        write: kind of the write: ``at``, ``roll`` or ``tail``.
+        position: of the first new token; None: behind those of a full buffer.
+        capacity: tokens of a buffer.
+        tokens_first: whether buffers are ``[B, tokens, Hkv, D]``.
+        sizes: shapes of the two buffers.
+    """
+
+    write: str
+    position: Any
+    capacity: int
+    tokens_first: bool
+    sizes: tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass
@@ -40,7 +62,7 @@ class TieredGroup:
     Attributes:
         handle: index of its handle among the graph's inputs.
         block_size: tokens of a block.
-        layers: layer index to shape.
+        layers: layer index to shape; all on one device.
     """
 
     handle: int
@@ -63,6 +85,7 @@ class FunctionalSite:
     out_k: tuple[int, ...]
     out_v: tuple[int, ...]
     shape: LayerShape
+    buffer: BufferUse | None = None
 
 
 @dataclass
@@ -75,7 +98,12 @@ class Plan:
         tiered: TieredCache groups; the sites of a group have the same batch and new tokens.
         functional: groups of functional sites, in program order; a group shares one batch.
         extra: outputs at the end that only keep effects alive; the caller drops them.
-        symbols: symbol to (input index, dimension or None) it can be read from.
+        symbols: symbol to (input index, dimension) it can be read from; instead of a dimension,
+            None for a number, "value" or "positions" for a tensor (:mod:`kvpass.graph.entry`).
+        assumed: pairs of sizes that must be equal.
+        probes: what must be found of the numbers of masks.
+        grows: input index of an integer tensor to what the graph adds to it in place.
+        dense: input indices of buffers that the graph still writes to, so that they need memory.
         rewritten: number of sites.
         gone: for each site, in the order given, the tensors that are no longer made.
     """
@@ -84,6 +112,10 @@ class Plan:
     tiered: list[TieredGroup] = field(default_factory=list)
     functional: list[list[FunctionalSite]] = field(default_factory=list)
     extra: int = 0
-    symbols: dict[Any, tuple[int, int | None]] = field(default_factory=dict)
+    symbols: dict[Any, tuple[int, int | str | None]] = field(default_factory=dict)
+    assumed: list[tuple[Any, Any]] = field(default_factory=list)
+    probes: list[Probe] = field(default_factory=list)
+    grows: dict[int, Any] = field(default_factory=dict)
+    dense: list[int] = field(default_factory=list)
     rewritten: int = 0
     gone: list[tuple[str, ...]] = field(default_factory=list)

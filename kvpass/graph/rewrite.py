@@ -16,10 +16,11 @@ import torch
 from torch import fx
 
 from kvpass.graph.emit import call, example, operand, scaled_query, size_of, total
-from kvpass.graph.kv import address, is_update
-from kvpass.graph.plan import FunctionalSite, LayerShape, Plan, TieredGroup
+from kvpass.graph.entry import EntryValues
+from kvpass.graph.kv import address, is_handle, is_update
+from kvpass.graph.plan import BufferUse, FunctionalSite, LayerShape, Plan, TieredGroup
 from kvpass.graph.site import AttentionSite
-from kvpass.graph.walk import mutates, shape_of, size_reads
+from kvpass.graph.walk import aliases, is_written, mutates, scalar_of, shape_of, size_reads
 from kvpass.runtime.table import MAX_LAYERS
 
 
@@ -29,6 +30,8 @@ def _shape_of(site: AttentionSite) -> LayerShape:
     k, v = (example(source.keys), example(source.values)) if reads else (
         example(_k_new(site)), example(_v_new(site))
     )  # fmt: skip
+    if source.tokens_first:
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
     past = source.update.args[2 if reads else 4] if source.update is not None else None
     if isinstance(past, fx.Node):
         past = example(past)
@@ -39,11 +42,26 @@ def _shape_of(site: AttentionSite) -> LayerShape:
         head_dim_k=int(k.shape[3]),
         head_dim_v=int(v.shape[3]),
         dtype=k.dtype,
+        device=k.device,
         past=None if past is None else _plain(past),
         mask=None if mask is None else _plain(example(mask).shape[1]),
         keep=source.keep,
         mask_offset=None if mask is None else _plain(site.mask.kv_offset),
         absolute=bool(site.mask.terms),
+    )
+
+
+def _buffer_of(site: AttentionSite) -> BufferUse:
+    source = site.source
+    sizes = tuple(
+        tuple(map(_plain, shape_of(node) or ())) for node in (source.past_k, source.past_v)
+    )
+    return BufferUse(
+        write=source.write,
+        position=None if source.position is None else _plain(source.position),
+        capacity=source.capacity,
+        tokens_first=source.tokens_first,
+        sizes=sizes,  # type: ignore[arg-type]
     )
 
 
@@ -65,12 +83,15 @@ def _plain(size: Any) -> Any:
     return int(size)
 
 
-def rewrite(graph: fx.Graph, sites: list[AttentionSite], block_size: int) -> Plan:
+def rewrite(
+    graph: fx.Graph, sites: list[AttentionSite], entry: EntryValues, block_size: int
+) -> Plan:
     """Replace ``sites`` in ``graph``, in place.
 
     Args:
         graph: a copy of Dynamo's.
         sites: matched and legal sites of it.
+        entry: what its integer inputs hold.
         block_size: tokens of a block of functional sites.
 
     Returns:
@@ -80,10 +101,16 @@ def rewrite(graph: fx.Graph, sites: list[AttentionSite], block_size: int) -> Pla
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     number = {node: i for i, node in enumerate(placeholders)}
     plan.symbols = _symbols(placeholders)
+    for node, (symbol, place) in entry.symbols.items():
+        if node in number:
+            plan.symbols[symbol.node.expr] = number[node], place
+    plan.grows = grown(placeholders)
+    pairs = [pair for site in sites for pair in (*site.source.assumed, *site.mask.assumed)]
+    plan.assumed = list(dict.fromkeys((_plain(a), _plain(b)) for a, b in pairs))
     rows = _Rows(graph, placeholders)
     groups: dict[tuple[Any, ...], tuple[TieredGroup, fx.Node]] = {}
     tiered = [site for site in sites if site.source.form == "tiered"]
-    functional = [site for site in sites if site.source.form in ("functional", "read")]
+    functional = [site for site in sites if site.source.form in ("functional", "read", "static")]
     handles: set[fx.Node] = set()
     for site in tiered:
         update = site.source.update
@@ -91,7 +118,7 @@ def rewrite(graph: fx.Graph, sites: list[AttentionSite], block_size: int) -> Pla
         handle, layer, size = address(update)
         handles.add(handle)
         shape = _shape_of(site)
-        key = (handle, shape.batch, shape.tokens)
+        key = (handle, shape.batch, shape.tokens, shape.device)
         if key not in groups:
             group = TieredGroup(number[handle], size)
             plan.tiered.append(group)
@@ -102,7 +129,8 @@ def rewrite(graph: fx.Graph, sites: list[AttentionSite], block_size: int) -> Pla
     families: dict[tuple[Any, ...], list[AttentionSite]] = {}
     for site in functional:
         shape = _shape_of(site)
-        families.setdefault((shape.batch, shape.tokens, site.source.form), []).append(site)
+        family_key = (shape.batch, shape.tokens, shape.device, site.source.form)
+        families.setdefault(family_key, []).append(site)
     for family in families.values():
         node = rows.add(example(family[0].query))
         for layer, site in enumerate(family):
@@ -119,13 +147,19 @@ def rewrite(graph: fx.Graph, sites: list[AttentionSite], block_size: int) -> Pla
             out_v = _positions(returned, source.stored_v)
             members.append(
                 FunctionalSite(
-                    None if source.past_k is None else number[source.past_k],
-                    None if source.past_v is None else number[source.past_v],
+                    number.get(source.past_k) if source.past_k is not None else None,
+                    number.get(source.past_v) if source.past_v is not None else None,
                     out_k,
                     out_v,
                     _shape_of(site),
+                    _buffer_of(site) if source.form == "static" else None,
                 )
             )
+            if source.probe is not None:
+                if source.probe not in plan.probes:
+                    plan.probes.append(source.probe)
+                if source.position is not None:
+                    source.probe.ends.append((_plain(source.position), members[-1].shape.tokens))
             for position in (*out_k, *out_v):
                 assert returned is not None
                 returned[position] = None
@@ -142,10 +176,23 @@ def rewrite(graph: fx.Graph, sites: list[AttentionSite], block_size: int) -> Pla
             graph.erase_node(node)
         else:
             plan.inputs.append(number[node])
+    plan.dense = [number[node] for node in give_memory(graph)]
     plan.inputs.extend(-1 - i for i in range(len(rows.nodes)))
     plan.extra = keep_effects(graph)
     graph.lint()
     return plan
+
+
+def give_memory(graph: fx.Graph) -> list[fx.Node]:
+    """Inputs that are handles and are written in the graph; they become dense tensors in it."""
+    found = [node for node in graph.nodes if is_handle(node) and is_written(node)]
+    for node in found:
+        like = example(node)
+        with like.ticket.fake_mode:
+            node.meta["example_value"] = torch.empty(
+                tuple(like.shape), dtype=like.dtype, device=like.device
+            )
+    return found
 
 
 def keep_effects(graph: fx.Graph) -> int:
@@ -206,24 +253,26 @@ def _replace(
         last = site.output.prev
         heads = example(site.query).shape[1]
         token = None
+        k_new, v_new = source.k_new, source.v_new
+        if source.tokens_first:
+            k_new, v_new = (call(graph, torch.transpose, node, 1, 2) for node in (k_new, v_new))
         if source.k_new is not None:
             token = call(
-                graph, torch.ops.kvpass.append.default,
-                source.k_new, source.v_new, rows, layer, block_size,
-            )  # fmt: skip
+                graph, torch.ops.kvpass.append.default, k_new, v_new, rows, layer, block_size
+            )
         out = call(
             graph,
             torch.ops.kvpass.attend.default,
             scaled_query(graph, site.query, site.factors),
-            source.k_new,
-            source.v_new,
+            k_new,
+            v_new,
             token,
             rows,
             layer,
             block_size,
             site.scale,
             site.mask.causal,
-            site.mask.kv_mask,
+            _beside(graph, site.mask.kv_mask, site.query),
             operand(graph, site.mask.terms, heads),
             **_options(site),
         )
@@ -244,10 +293,18 @@ def _replace(
     _replace_sizes(graph, site)
 
 
+def _beside(graph: fx.Graph, mask: fx.Node | None, query: fx.Node) -> fx.Node | None:
+    """The padding mask on the query's device: it was read through casts that moved it there."""
+    device = example(query).device
+    if mask is None or example(mask).device == device:
+        return mask
+    return call(graph, torch.ops.aten.to.device, mask, device, example(mask).dtype)
+
+
 def _replace_sizes(graph: fx.Graph, site: AttentionSite) -> None:
     """Code behind may ask for the shape of keys and values that are made no more."""
     source = site.source
-    if source.form == "read":
+    if source.form in ("read", "static"):
         return
     for node, new in ((source.keys, source.k_new), (source.values, source.v_new)):
         for read, dim in size_reads(node):
@@ -333,12 +390,41 @@ def _erase_dead(graph: fx.Graph, sites: list[AttentionSite]) -> set[fx.Node]:
     gone: set[fx.Node | None] = {site.source.update for site in sites}
     # An operation in place inside the attention changed the scores only.
     gone |= {node for site in sites for node in (site.output, *site.interior)}
+    gone |= _buffer_writes(sites)
+    candidates |= {node for node in gone if node is not None}
     for node in reversed(list(graph.nodes)):
         size = isinstance(node.meta.get("example_value"), torch.SymInt)
         if (node in candidates or size) and not node.users and (node in gone or _is_pure(node)):
             graph.erase_node(node)
             erased.add(node)
     return erased
+
+
+def _buffer_writes(sites: list[AttentionSite]) -> set[fx.Node | None]:
+    """Writes to buffers that have no memory of their own from now on."""
+    found: set[fx.Node | None] = set()
+    for site in sites:
+        source = site.source
+        if source.stored_k is not None or (source.past_k is not None and is_handle(source.past_k)):
+            found |= {*source.writes, source.stored_k, source.stored_v} - {None}
+    return found
+
+
+def grown(placeholders: list[fx.Node]) -> dict[int, Any]:
+    """Integer inputs to which the graph adds a number in place, once, and nothing else."""
+    found: dict[int, Any] = {}
+    for index, node in enumerate(placeholders):
+        tensor = example(node)
+        if not isinstance(tensor, torch.Tensor) or tensor.is_floating_point():
+            continue
+        family = aliases(node)
+        writes = {u for item in family for u in item.users if any(a in family for a in mutates(u))}
+        if len(writes) == 1:
+            (write,) = writes
+            added = scalar_of(write.args[1]) if len(write.args) == 2 and not write.kwargs else None
+            if write.target == "add_" and write.args[0] is node and added is not None:
+                found[index] = _plain(added)
+    return found
 
 
 def _is_pure(node: fx.Node) -> bool:
@@ -349,9 +435,9 @@ def _is_pure(node: fx.Node) -> bool:
     return not is_update(node)
 
 
-def _symbols(placeholders: list[fx.Node]) -> dict[Any, tuple[int, int | None]]:
+def _symbols(placeholders: list[fx.Node]) -> dict[Any, tuple[int, int | str | None]]:
     """Where each symbol of the shapes can be read when the graph is called."""
-    found: dict[Any, tuple[int, int | None]] = {}
+    found: dict[Any, tuple[int, int | str | None]] = {}
     for index, node in enumerate(placeholders):
         value = node.meta.get("example_value")
         if isinstance(value, torch.SymInt):

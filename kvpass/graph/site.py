@@ -8,10 +8,17 @@ from typing import Literal
 
 from torch import fx
 
+from kvpass.graph.entry import EntryValues
 from kvpass.graph.pointwise import MaskTerm
-from kvpass.graph.walk import Size
+from kvpass.graph.probe import Probe
+from kvpass.graph.walk import Size, same, shape_of
 
-CacheForm = Literal["tiered", "functional", "read", "none"]
+CacheForm = Literal["tiered", "functional", "read", "static", "none"]
+
+
+def tokens_axis(tokens_first: bool) -> int:
+    """The axis of tokens: 1 of ``[B, tokens, H, D]``, 2 of ``[B, H, tokens, D]``."""
+    return 1 if tokens_first else 2
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,15 @@ class CacheSource:
     the past is an empty tensor made in the graph (first prefill). The graph returns ``stored_k``
     and ``stored_v``: the keys and values themselves, or with ``keep`` their last ``keep`` tokens.
     ``read``: keys and values are the inputs ``past_k`` and ``past_v``, handles of an earlier graph.
+    ``static``: the graph writes the new tokens to the buffers ``past_k`` and ``past_v`` of
+    ``capacity`` tokens, by ``writes`` of the kind ``write`` (:mod:`kvpass.graph.static`), the first
+    of them at ``position`` (None: behind those of a full buffer). Buffers that the graph makes
+    itself are ``stored_k`` and ``stored_v``. With ``keep`` they hold the last tokens only.
     ``none``: no cache; the site is left to the inner compiler.
+
+    With ``tokens_first`` keys, values, new and stored ones are ``[B, tokens, Hkv, D]``. ``assumed``
+    are pairs of sizes that the runtime must find equal before it runs the graph; ``probe`` finds
+    whether the numbers of a mask let it.
     """
 
     form: CacheForm
@@ -38,6 +53,26 @@ class CacheSource:
     stored_k: fx.Node | None = None
     stored_v: fx.Node | None = None
     keep: int = 0
+    write: Literal["", "at", "tail", "roll"] = ""
+    writes: tuple[fx.Node, ...] = ()
+    position: Size | None = None
+    capacity: int = 0
+    tokens_first: bool = False
+    probe: Probe | None = None
+    assumed: tuple[tuple[Size, Size], ...] = ()
+
+    @property
+    def fills_buffer(self) -> bool:
+        """Whether the keys are a whole buffer of which only the first tokens are filled."""
+        return self.write == "at" and same(self.shapes[0][2], self.capacity)
+
+    @property
+    def shapes(self) -> tuple[tuple[Size, ...], tuple[Size, ...]]:
+        """Shapes of keys and values, ``[B, Hkv, tokens, D]``."""
+        found = [shape_of(node) or () for node in (self.keys, self.values)]
+        if self.tokens_first:
+            found = [(s[0], s[2], s[1], *s[3:]) for s in found]
+        return found[0], found[1]
 
 
 @dataclass(frozen=True)
@@ -50,7 +85,8 @@ class MaskSpec:
     ``window``: with ``causal``, the query at position p sees keys j > p - window only; 0: all.
     ``terms``: masks and biases that are not read, in the order in which they are applied; each
     broadcasts to [B, Hq, n, keys], or is [B * Hq, 1|n, 1|keys]. Parts are combined by logical and /
-    addition.
+    addition. ``past``: where a causal mask takes the queries to begin. ``assumed``: pairs of sizes
+    that the runtime must find equal.
     """
 
     causal: bool = False
@@ -58,6 +94,8 @@ class MaskSpec:
     kv_mask: fx.Node | None = None
     kv_offset: Size = 0
     terms: tuple[MaskTerm, ...] = ()
+    past: Size | None = None
+    assumed: tuple[tuple[Size, Size], ...] = ()
 
     @property
     def operand(self) -> fx.Node | None:
@@ -111,7 +149,8 @@ class Refusal:
 
 @dataclass
 class FindResult:
-    """All attentions of one graph in program order."""
+    """All attentions of one graph in program order; ``entry``: what integer inputs hold."""
 
+    entry: EntryValues
     sites: list[AttentionSite] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)

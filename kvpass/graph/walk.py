@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._sympy.functions import Max, Min
 
 Size = int | torch.SymInt
 
@@ -201,14 +202,23 @@ def proven(condition: Any) -> bool:
 
 def same(a: Size, b: Size) -> bool:
     """Whether two sizes are proven equal."""
-    return proven(a == b)
+    return proven(a == b) or fixed(a - b) == 0
 
 
 def fixed(size: Size) -> int | None:
     """The value of a size that is proven to have only one, else None."""
     if isinstance(size, int):
         return size
-    expr = size.node.shape_env.replace(size.node.expr)
+    env = size.node.shape_env
+    expr = env.replace(size.node.expr)
+    for extremum in expr.atoms(Max, Min):
+        # Of max(0, tokens - window), which is the larger follows from the guards on tokens.
+        sign = 1 if isinstance(extremum, Max) else -1
+        for item in extremum.args:
+            others = [other for other in extremum.args if other is not item]
+            if all(env.bound_sympy(sign * (item - other)).lower >= 0 for other in others):
+                expr = expr.xreplace({extremum: item})
+                break
     return int(expr) if expr.is_number else None
 
 

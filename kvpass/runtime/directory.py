@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,9 +57,11 @@ def tiered(handle: Tensor) -> Any:
     return lookup(handle, "the TieredCache")
 
 
-def handle_content(ticket: Tensor) -> Tensor:
-    """Dense copy of what a KV handle stands for."""
-    content: Tensor = lookup(ticket, "a KV handle").dense()
+def handle_content(
+    ticket: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Dense copy of what a KV handle of this shape and dtype stands for."""
+    content: Tensor = lookup(ticket, "a KV handle").dense(shape, dtype, device)
     return content
 
 

@@ -6,6 +6,9 @@ device are right, so code that only asks for the length works unchanged; anythin
 numbers gets a dense copy. A handle means the first ``length`` tokens of its batch for ever: a later
 append through another handle never changes it. Its first tokens are a shorter handle; any other
 view of it is a handle of a part of the copy, so that a write through a view is refused too.
+
+A handle of a *buffer* (``content.capacity`` is not 0) stands for a static cache tensor instead:
+rewritten graphs write to it, so that it means what was written last, zeros where nothing was.
 """
 
 from __future__ import annotations
@@ -19,62 +22,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from kvpass.errors import KVPassWarning, UnsupportedError
 from kvpass.runtime import directory
-from kvpass.runtime.batch import Batch
-
-
-class Lease:
-    """Held by all handles of a batch; the batch is released when the last of them dies."""
-
-    __slots__ = ("__weakref__", "batch", "manager")
-
-    def __init__(self, manager: Any, batch: Batch) -> None:
-        self.manager = manager
-        self.batch = batch
-        manager.lease(self, batch)
-
-
-class Content:
-    """What a handle stands for.
-
-    Attributes:
-        lease: keeps the batch alive.
-        layer: layer of the batch.
-        values: values if true, keys otherwise.
-        length: tokens of the sequence up to the last one that the handle stands for.
-        start: the first one it stands for.
-    """
-
-    __slots__ = ("__weakref__", "layer", "lease", "length", "start", "values")
-
-    def __init__(self, lease: Lease, layer: int, values: bool, length: int, start: int = 0) -> None:
-        self.lease = lease
-        self.layer = layer
-        self.values = values
-        self.length = length
-        self.start = start
-
-    def dense(self) -> Tensor:
-        """Dense copy, ``[B, Hkv, length - start, D]``."""
-        keys, values = self.lease.manager.gather(self.lease.batch, self.layer, self.length)
-        dense: Tensor = values if self.values else keys
-        return dense[:, :, self.start :].contiguous()
-
-
-class Part:
-    """What a view of a handle stands for: a part of a dense copy that nothing else can change.
-
-    Attributes:
-        tensor: the part, with the strides of the view.
-    """
-
-    __slots__ = ("__weakref__", "tensor")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    def dense(self) -> Tensor:
-        """Dense copy in the shape of the view, contiguous."""
-        return self.tensor.clone(memory_format=torch.contiguous_format)
+from kvpass.runtime.content import Content, Part
 
 
 class KVHandle(Tensor):
@@ -106,7 +54,8 @@ class KVHandle(Tensor):
     ) -> KVHandle:
         """Wrap a ticket (int64 ``[1]``, see :func:`kvpass.runtime.directory.enroll`)."""
         # Autograd makes no view of an inference tensor: a view with a base is no input of a graph.
-        real = content is not None or part is not None
+        # But no graph writes to an inference tensor, so that a buffer is none.
+        real = part is not None or (content is not None and not content.capacity)
         with torch.inference_mode(True if real else torch.is_inference_mode_enabled()):
             handle: KVHandle = torch.Tensor._make_wrapper_subclass(
                 cls, shape, strides=strides, dtype=dtype, device=device
@@ -119,11 +68,20 @@ class KVHandle(Tensor):
     @classmethod
     def of(cls, content: Content, shape: tuple[int, ...], dtype: torch.dtype) -> KVHandle:
         """A new handle for ``content``."""
+        assert content.lease is not None
         device = content.lease.batch.device
         handle = cls(directory.enroll(content), shape, dtype, device, content)
         # The length differs at every step: a graph compiled for one length would be wasted.
         torch._dynamo.maybe_mark_dynamic(handle, 2)
         return handle
+
+    @classmethod
+    def of_buffer(
+        cls, content: Content, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> KVHandle:
+        """A new handle for a static buffer; its shape never changes."""
+        with torch.inference_mode(False):
+            return cls(directory.enroll(content), shape, dtype, device, content)
 
     @classmethod
     def of_part(cls, tensor: Tensor) -> KVHandle:
@@ -156,6 +114,27 @@ class KVHandle(Tensor):
             self.ticket, list(self.shape), self.dtype, self.device
         )
         return dense
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of the batch that the handle stands for."""
+        lease = None if self.content is None else self.content.lease
+        return 0 if lease is None else int(lease.batch.size)
+
+    def with_memory(self) -> Tensor:
+        """The dense tensor that holds a buffer from now on: what changes it changes the buffer.
+
+        Raises:
+            UnsupportedError: the handle is no buffer.
+        """
+        content = self.content
+        if content is None or not content.capacity:
+            raise _no_memory("a change in place")
+        if content.memory is None:
+            with torch.inference_mode(False):
+                content.settle(content.dense(self.shape, self.dtype, self.device))
+        assert content.memory is not None
+        return content.memory
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Shape and dtype; the numbers are not read."""
@@ -203,6 +182,7 @@ class KVHandle(Tensor):
         if (
             content is None
             or content.start
+            or content.capacity
             or step != 1
             or dim not in (2, -2)
             or start not in (None, 0)
@@ -240,12 +220,17 @@ class KVHandle(Tensor):
         arguments = func._schema.arguments
         given = [*zip(arguments, args, strict=False)]
         given += [(a, kwargs[a.name]) for a in arguments[len(args) :] if a.name in kwargs]
+        if func is torch.ops.aten.zero_.default and cls._is_buffer(args[0]):
+            args[0].content.clear()
+            return args[0]
         is_view = False
         for argument, value in given:
             if argument.alias_info is None:
                 continue
             handles = [leaf for leaf in tree_iter(value) if isinstance(leaf, KVHandle)]
             if handles and argument.alias_info.is_write:
+                if not any(handle._is_real() for handle in handles):
+                    return args[0]  # traced: the pass replaces the write, or refuses the graph
                 raise UnsupportedError(
                     f"{func} changes a KV cache in place that kvpass holds: .clone() it first, "
                     "crop or copy the cache through its own methods, or use kvpass.TieredCache"
@@ -264,6 +249,11 @@ class KVHandle(Tensor):
         args, kwargs = tree_map_only(KVHandle, lambda handle: handle._numbers(), (args, kwargs))
         result = func(*args, **kwargs)
         return tree_map_only(Tensor, KVHandle.of_part, result) if is_view else result
+
+    @staticmethod
+    def _is_buffer(tensor: Tensor) -> bool:
+        content = getattr(tensor, "content", None)
+        return content is not None and content.capacity > 0
 
     def _is_real(self) -> bool:
         return self.content is not None or self.part is not None

@@ -28,6 +28,7 @@ from kvpass.config import Config
 from kvpass.errors import CacheStateError, CapacityError, ShapeError
 from kvpass.runtime import policy
 from kvpass.runtime.batch import Batch, Block
+from kvpass.runtime.capture import HostLock
 from kvpass.runtime.metrics import Counters, Snapshot
 from kvpass.runtime.migrate import copier_for
 from kvpass.runtime.mover import Mover, movable
@@ -66,7 +67,7 @@ class Manager:
             self.tiers, self.mover, self.counters, self._batches, config.memory.resident_tokens
         )
         self.before_step: Callable[[Manager, Batch], None] | None = None
-        self._lock = threading.RLock()
+        self._lock = HostLock(self.device)
         self._dead: deque[Batch] = deque()
         self._process = os.getpid()
         weakref.finalize(self, _close, self._batches).atexit = False
@@ -165,6 +166,11 @@ class Manager:
         with self._lock:
             self._bury()
             self._check(batch)
+            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise CacheStateError(
+                    "a step cannot begin while its stream is captured into a CUDA graph: begin the "
+                    "step first and capture only what runs inside it"
+                )
             if batch.active is not None:
                 self._begin_nested(batch, tokens, layers)
                 return

@@ -48,7 +48,7 @@ class DeviceMemory:
         except RuntimeError as error:  # torch.OutOfMemoryError is one; a CPU raises plain ones
             raise OutOfMemoryError(
                 f"no {format_size(size)} of {self.name} left on {self.device}: "
-                "lower memory.hot, or free memory of other tensors"
+                "lower hot, or free memory of other tensors"
             ) from error
         return _aligned(raw, size)
 
@@ -64,14 +64,14 @@ class PinnedMemory:
         if size > available:
             raise OutOfMemoryError(
                 f"no {format_size(size)} of host memory left to pin ({format_size(available)} "
-                "available): lower memory.cold or max_tokens"
+                "available): lower cold or max_tokens"
             )
         try:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
             raise OutOfMemoryError(
                 f"the driver refused to pin {format_size(size)} of host memory: {error}; "
-                "lower memory.cold, or raise the limit of locked memory (ulimit -l)"
+                "lower cold, or raise the limit of locked memory (ulimit -l)"
             ) from error
 
 
@@ -89,7 +89,7 @@ class MappedFile:
             descriptor, path = tempfile.mkstemp(prefix="kvpass-", dir=self.directory)
         except OSError as error:
             raise ConfigError(
-                f"memory.cold_dir={self.directory!r} cannot hold the cold tier: {error.strerror}; "
+                f"cold_dir={self.directory!r} cannot hold the cold tier: {error.strerror}; "
                 "name an existing, writable directory"
             ) from error
         try:
@@ -102,7 +102,7 @@ class MappedFile:
                 raise
             raise OutOfMemoryError(
                 f"no {format_size(size)} left for the cold tier in {self.directory!r} "
-                f"({error.strerror}): free disk space, lower max_tokens, or set memory.cold_dir"
+                f"({error.strerror}): free disk space, lower max_tokens, or set cold_dir"
             ) from error
         finally:
             os.close(descriptor)

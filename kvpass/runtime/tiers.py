@@ -117,6 +117,6 @@ class Tiers:
         """The error of a request that no tier can hold."""
         return OutOfMemoryError(
             f"both tiers are full (hot {format_size(self.hot.capacity)}, cold "
-            f"{format_size(self.cold.capacity)}): raise memory.hot or memory.cold, lower "
+            f"{format_size(self.cold.capacity)}): raise hot or cold, lower "
             "max_tokens, or release caches that are no longer used"
         )

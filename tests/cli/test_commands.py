@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from kvpass.cli import main
+from kvpass.cli import main, running
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -59,17 +59,23 @@ def test_generate_prints_text_and_verifies(capsys):
     ("arguments", "words"),
     [
         (["generate", "--model", "smollm2-135m"], "one of --prompt and --prompt-file"),
+        (
+            ["generate", "--model", "smollm2-135m", "--prompt", "a", "--prompt-file", "b"],
+            "one of --prompt and --prompt-file",
+        ),
         (["generate", "--model", "smollm2-135m", "--prompt", ""], "no tokens"),
-        (["generate", "--model", "smollm2-135m", "--prompt", "a", "--hot", "abc"], "abc"),
+        (["generate", "--model", "smollm2-135m", "--prompt", "a", "--hot", "abc"], "--hot = 'abc'"),
         (["generate", "--model", "smollm2-135m", "--prompt-file", "nowhere.txt"], "nowhere.txt"),
-        (["generate", "--model", "no-such-model", "--prompt", "a"], "no-such-model"),
-        (["explain", "--model", "smollm2-135m", "--inner", "indictor"], "indictor"),
+        (["generate", "--model", "no-such-model", "--prompt", "a"], "--model 'no-such-model'"),
+        (["explain", "--model", "no-such-model"], "--model 'no-such-model'"),
+        (["explain", "--model", "smollm2-135m", "--inner", "indictor"], "--inner = 'indictor'"),
+        (["demo", "--inner", "indictor"], "--inner = 'indictor'"),
         (["demo", "--tokens", "100000"], "100000"),
     ],
 )
 def test_mistakes_give_one_line(capsys, arguments, words):
     code, _, err = run(capsys, *arguments)
-    assert code == 1
+    assert code == 2
     assert words in err
     assert "Traceback" not in err
     assert err.startswith("error:")
@@ -86,9 +92,35 @@ def test_the_environment_is_the_default_of_flags(capsys, monkeypatch):
     assert "100% of the KV cache outside the hot tier" in err.replace("\n", " ")
     monkeypatch.setenv("KVPASS_HOT", "false")
     code, _, err = run(capsys, *arguments)
+    assert code == 2
+    assert err.startswith("error: KVPASS_HOT = 'false'")
+
+
+def test_a_folder_that_holds_no_checkpoint_is_a_failure(capsys, tmp_path):
+    code, _, err = run(capsys, "generate", "--model", str(tmp_path), "--prompt", "a")
     assert code == 1
     assert err.startswith("error:")
-    assert "'false'" in err
+    assert "config.json" in err
+
+
+@pytest.mark.checkpoint
+def test_tokens_that_differ_are_a_failure(capsys, monkeypatch):
+    right, calls = running.decode, []
+
+    def wrong_in_turn(*args, **kwargs):
+        result = right(*args, **kwargs)
+        calls.append(result)
+        if len(calls) == 1:
+            result.tokens[-1] += 1
+        return result
+
+    monkeypatch.setattr(running, "decode", wrong_in_turn)
+    code, _, err = run(
+        capsys, "generate", "--model", "smollm2-135m", "--prompt", "One two", "--max-new-tokens",
+        "2", "--inner", "eager", "--verify",
+    )  # fmt: skip
+    assert (code, len(calls)) == (1, 2)
+    assert "tokens identical: no" in err
 
 
 def test_a_negative_number_of_tokens_to_verify_is_refused(capsys):

@@ -269,7 +269,7 @@ def test_faults_of_the_cold_directory(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_configuration_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPASS_HOT", "10")
     check = rows(doctor.check_disk)["configuration"]
-    assert (check.status, "memory.hot = '10'" in check.result) == ("fail", True)
+    assert (check.status, "KVPASS_HOT = '10'" in check.result) == ("fail", True)
 
 
 def test_file_system_is_that_of_the_nearest_mount() -> None:

@@ -197,7 +197,7 @@ def test_list_names_every_cell(capsys):
 )
 def test_mistakes_name_the_nearest(capsys, arguments, words):
     code, out, err = run(capsys, *arguments)
-    assert code == 1
+    assert code == 2
     assert err.startswith("error:")
     assert words in err
     assert not out

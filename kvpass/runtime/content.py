@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a KV handle stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass.runtime.batch import Batch
+
+
+class Lease:
+    """Held by all handles of a batch; the batch is released when the last of them dies."""
+
+    __slots__ = ("__weakref__", "batch", "manager")
+
+    def __init__(self, manager: Any, batch: Batch) -> None:
+        self.manager = manager
+        self.batch = batch
+        manager.lease(self, batch)
+
+
+class Content:
+    """What a handle stands for.
+
+    Attributes:
+        lease: keeps the batch alive; None for a buffer that nothing was written to.
+        layer: layer of the batch.
+        values: values if true, keys otherwise.
+        length: tokens of the sequence up to the last one that the handle stands for.
+        start: the first one it stands for.
+        capacity: tokens of the static buffer that the handle stands for, else 0. A buffer changes:
+            its ``length`` is what was written last.
+        tokens_first: whether the buffer is ``[B, tokens, Hkv, D]``.
+        memory: a dense tensor that has taken the place of a buffer's blocks, or None.
+    """
+
+    __slots__ = (
+        "__weakref__", "capacity", "layer", "lease", "length", "memory", "start", "tokens_first",
+        "values",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        lease: Lease | None,
+        layer: int,
+        values: bool,
+        length: int,
+        start: int = 0,
+        capacity: int = 0,
+        tokens_first: bool = False,
+    ) -> None:
+        self.lease = lease
+        self.layer = layer
+        self.values = values
+        self.length = length
+        self.start = start
+        self.capacity = capacity
+        self.tokens_first = tokens_first
+        self.memory: Tensor | None = None
+
+    def dense(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Dense copy, ``[B, Hkv, length - start, D]``, or a buffer in the shape it has."""
+        if self.memory is not None:
+            return self.memory.clone()
+        if self.lease is None:
+            return torch.zeros(tuple(shape), dtype=dtype, device=device)
+        keys, values = self.lease.manager.gather(self.lease.batch, self.layer, self.length)
+        dense: Tensor = values if self.values else keys
+        dense = dense[:, :, self.start :]
+        if self.tokens_first:
+            dense = dense.transpose(1, 2)
+        if not self.capacity:
+            return dense.contiguous()
+        whole = torch.zeros(tuple(shape), dtype=dtype, device=device)
+        whole[tuple(slice(size) for size in dense.shape)] = dense
+        return whole
+
+    def clear(self) -> None:
+        """Forget what a buffer holds; its blocks go with the next step, or with the buffer."""
+        self.length = self.start = 0
+        self.memory = None
+
+    def become(self, other: Content) -> None:
+        """Hold what another content of the same buffer does."""
+        self.lease, self.layer, self.values = other.lease, other.layer, other.values
+        self.length, self.start, self.tokens_first = other.length, other.start, other.tokens_first
+        self.memory = None
+
+    def settle(self, memory: Tensor) -> None:
+        """From now on hold a buffer in a dense tensor."""
+        self.memory, self.lease = memory, None
+
+
+class Part:
+    """What a view of a handle stands for: a part of a dense copy that nothing else can change.
+
+    Attributes:
+        tensor: the part, with the strides of the view.
+    """
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def dense(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Dense copy in the shape of the view, contiguous."""
+        return self.tensor.clone(memory_format=torch.contiguous_format)

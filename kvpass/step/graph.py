@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running a rewritten graph: resolve caches, reserve blocks, run, account, make new handles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass.config import Config
+from kvpass.errors import CacheStateError
+from kvpass.graph.plan import Plan, TieredGroup
+from kvpass.runtime import directory
+from kvpass.runtime.content import Lease
+from kvpass.runtime.manager import Manager
+from kvpass.step.buffers import BufferGroup, with_memory
+from kvpass.step.functional import FunctionalGroup, check_mask, geometry_of
+from kvpass.step.sizes import CallSizes, NotCounted, has_grown, known_number
+
+
+class RewrittenGraph:
+    """Callable with the inputs and outputs of the graph before it was rewritten.
+
+    Args:
+        plan: how the rewritten graph is called.
+        inner: the rewritten graph, compiled.
+        config: configuration of functional caches.
+        manager_for: gives the manager of functional caches.
+        plain: the graph before it was rewritten, for a past that the rewritten one cannot place.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        inner: Callable[..., Any],
+        config: Config,
+        manager_for: Callable[[Config, torch.device], Manager],
+        plain: Callable[..., Any],
+    ) -> None:
+        self.plan = plan
+        self.inner = inner
+        self.config = config
+        self._manager_for = manager_for
+        self._plain = plain
+        self._functional = [
+            BufferGroup(sites) if sites[0].buffer is not None else FunctionalGroup(sites)
+            for sites in plan.functional
+        ]
+
+    def __call__(self, *args: Any) -> Any:
+        """Run one step."""
+        try:
+            return self._run(*args)
+        except NotCounted:
+            # A window of tokens from elsewhere under a mask of the whole sequence, or tokens that
+            # a static buffer gets at positions that are not the next ones.
+            return self._plain(*with_memory(args, range(len(args))))
+
+    def _run(self, *args: Any) -> Any:
+        plan = self.plan
+        if plan.dense:
+            args = tuple(with_memory(args, plan.dense))
+        sizes = CallSizes(plan.symbols, args)
+        if any(sizes.of(a) != sizes.of(b) for a, b in plan.assumed):
+            raise NotCounted
+        for probe in plan.probes:
+            end = min(
+                (sizes.of(first) + sizes.of(tokens) for first, tokens in probe.ends), default=0
+            )
+            if not probe.holds(args, end):
+                raise NotCounted
+        rows: list[Tensor] = []
+        leases: list[Lease] = []
+        with ExitStack() as steps:
+            for group in plan.tiered:
+                rows.append(steps.enter_context(self._tiered_step(group, args, sizes)))
+            for functional in self._functional:
+                manager = self._manager_for(self.config, functional.sites[0].shape.device)
+                lease = functional.open(manager, args, sizes, self.config)
+                rows.append(steps.enter_context(functional.step(manager, lease, sizes)))
+                leases.append(lease)
+            numbers = {i: known_number(args[i]) for i in plan.grows if args[i].is_cuda}
+            outputs = self.inner(*[args[i] if i >= 0 else rows[-1 - i] for i in plan.inputs])
+            for i, before in numbers.items():
+                has_grown(args[i], before, sizes.of(plan.grows[i]))
+        if not leases and not plan.extra:
+            return outputs
+        if not isinstance(outputs, (list, tuple)):
+            for functional, lease in zip(self._functional, leases, strict=True):
+                functional.close(lease, [], args)
+            return outputs
+        values = list(outputs)[: len(outputs) - plan.extra]
+        for functional, lease in zip(self._functional, leases, strict=True):
+            functional.close(lease, values, args)
+        return type(outputs)(values)
+
+    def _tiered_step(self, group: TieredGroup, args: Sequence[Any], sizes: CallSizes) -> Any:
+        state = directory.tiered(args[group.handle])
+        shape = next(iter(group.layers.values()))
+        tokens = sizes.of(shape.tokens)
+        geometries = {
+            layer: geometry_of(shape, group.block_size) for layer, shape in group.layers.items()
+        }
+        manager, batch = state.bind(sizes.of(shape.batch), shape.device, geometries, tokens)
+        for layer, assumed in group.layers.items():
+            stored = batch.lengths[layer]
+            if sizes.of(assumed.past) != stored:
+                raise CacheStateError(
+                    f"layer {layer} holds {stored} tokens, the graph was given "
+                    f"{sizes.of(assumed.past)}: the cache was changed from outside in between"
+                )
+            check_mask(assumed, stored + tokens, sizes)
+        return manager.step(batch, tokens, sorted(group.layers))
