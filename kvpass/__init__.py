@@ -9,11 +9,20 @@ from kvpass._version import __version__
 
 if TYPE_CHECKING:
     from kvpass.backends import backend
+    from kvpass.buffers import release_buffers
     from kvpass.cache import TieredCache
     from kvpass.config import Config
     from kvpass.explanation import Explanation, explain
 
-__all__ = ["Config", "Explanation", "TieredCache", "__version__", "backend", "explain"]
+__all__ = [
+    "Config",
+    "Explanation",
+    "TieredCache",
+    "__version__",
+    "backend",
+    "explain",
+    "release_buffers",
+]
 
 _HOMES = {
     "backend": "kvpass.backends",
@@ -21,6 +30,7 @@ _HOMES = {
     "Config": "kvpass.config",
     "explain": "kvpass.explanation",
     "Explanation": "kvpass.explanation",
+    "release_buffers": "kvpass.buffers",
 }
 
 

@@ -88,7 +88,7 @@ class Content:
         """Hold what another content of the same buffer does."""
         self.lease, self.layer, self.values = other.lease, other.layer, other.values
         self.length, self.start, self.tokens_first = other.length, other.start, other.tokens_first
-        self.memory = None
+        self.capacity, self.memory = other.capacity, None
 
     def settle(self, memory: Tensor) -> None:
         """From now on hold a buffer in a dense tensor."""
@@ -100,12 +100,14 @@ class Part:
 
     Attributes:
         tensor: the part, with the strides of the view.
+        of_buffer: whether it is a view of a buffer.
     """
 
-    __slots__ = ("__weakref__", "tensor")
+    __slots__ = ("__weakref__", "of_buffer", "tensor")
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, of_buffer: bool) -> None:
         self.tensor = tensor
+        self.of_buffer = of_buffer
 
     def dense(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Dense copy in the shape of the view, contiguous."""

@@ -55,7 +55,7 @@ class KVHandle(Tensor):
         """Wrap a ticket (int64 ``[1]``, see :func:`kvpass.runtime.directory.enroll`)."""
         # Autograd makes no view of an inference tensor: a view with a base is no input of a graph.
         # But no graph writes to an inference tensor, so that a buffer is none.
-        real = part is not None or (content is not None and not content.capacity)
+        real = not part.of_buffer if part else content is not None and not content.capacity
         with torch.inference_mode(True if real else torch.is_inference_mode_enabled()):
             handle: KVHandle = torch.Tensor._make_wrapper_subclass(
                 cls, shape, strides=strides, dtype=dtype, device=device
@@ -84,9 +84,9 @@ class KVHandle(Tensor):
             return cls(directory.enroll(content), shape, dtype, device, content)
 
     @classmethod
-    def of_part(cls, tensor: Tensor) -> KVHandle:
+    def of_part(cls, tensor: Tensor, of_buffer: bool) -> KVHandle:
         """A new handle for a part of a dense copy."""
-        part = Part(tensor)
+        part = Part(tensor, of_buffer)
         ticket = directory.enroll(part)
         return cls(
             ticket, tensor.shape, tensor.dtype, tensor.device, part=part, strides=tensor.stride()
@@ -231,6 +231,14 @@ class KVHandle(Tensor):
             if handles and argument.alias_info.is_write:
                 if not any(handle._is_real() for handle in handles):
                     return args[0]  # traced: the pass replaces the write, or refuses the graph
+                if all(cls._is_buffer(handle) for handle in handles):
+                    return cls._write(func, args, kwargs)
+                if any(handle._in_buffer for handle in handles):
+                    raise UnsupportedError(
+                        f"{func} changes a view of a static buffer that kvpass holds, outside a "
+                        "graph that it rewrites: use buffer.index_copy_(...) or "
+                        "buffer[:, :, positions] = x with a tensor of positions"
+                    )
                 raise UnsupportedError(
                     f"{func} changes a KV cache in place that kvpass holds: .clone() it first, "
                     "crop or copy the cache through its own methods, or use kvpass.TieredCache"
@@ -246,9 +254,35 @@ class KVHandle(Tensor):
         real = any(isinstance(x, KVHandle) and x._is_real() for x in tree_iter((args, kwargs)))
         if real and not torch.compiler.is_compiling():  # a tracer's handles are not read
             _warn_once(str(func))
+        buffers = [x for x in tree_iter((args, kwargs)) if isinstance(x, KVHandle) and x._in_buffer]
         args, kwargs = tree_map_only(KVHandle, lambda handle: handle._numbers(), (args, kwargs))
-        result = func(*args, **kwargs)
-        return tree_map_only(Tensor, KVHandle.of_part, result) if is_view else result
+        with torch.inference_mode(torch.is_inference_mode_enabled() and not buffers):
+            result = func(*args, **kwargs)
+            if not is_view:
+                return result
+            return tree_map_only(Tensor, lambda part: KVHandle.of_part(part, bool(buffers)), result)
+
+    @property
+    def _in_buffer(self) -> bool:
+        return self.part.of_buffer if self.part is not None else KVHandle._is_buffer(self)
+
+    @classmethod
+    def _write(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Change a buffer in place, outside a rewritten graph: it gets its memory back."""
+        _warn_once(str(func))
+        handles: dict[int, KVHandle] = {}
+
+        def dense(handle: KVHandle) -> Tensor:
+            if not cls._is_buffer(handle):
+                return handle._numbers()
+            tensor = handle.with_memory()
+            handles[id(tensor)] = handle
+            return tensor
+
+        result = func(
+            *tree_map_only(KVHandle, dense, args), **tree_map_only(KVHandle, dense, kwargs)
+        )
+        return tree_map_only(Tensor, lambda tensor: handles.get(id(tensor), tensor), result)
 
     @staticmethod
     def _is_buffer(tensor: Tensor) -> bool:
