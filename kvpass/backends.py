@@ -21,11 +21,12 @@ import kvpass.source_ops  # noqa: F401  # likewise
 from kvpass.config import Config
 from kvpass.errors import KVPassWarning
 from kvpass.graph.find import find_sites
+from kvpass.graph.inputs import give_memory
 from kvpass.graph.kv import is_update
 from kvpass.graph.legality import graph_refusal
 from kvpass.graph.plan import Plan
 from kvpass.graph.report import GraphReport, completed, observe, report_graph, text_of
-from kvpass.graph.rewrite import give_memory, keep_effects, rewrite
+from kvpass.graph.rewrite import keep_effects, rewrite
 from kvpass.runtime.manager import Manager
 from kvpass.runtime.table import normalize
 from kvpass.step import RewrittenGraph, with_memory

@@ -40,7 +40,7 @@ class EntryValues:
         """
         current = node
         while isinstance(current, fx.Node) and self._unwritten(current, at):
-            if current.op in ("placeholder", "get_attr"):
+            if current.op == "placeholder":
                 return self._symbol(current)
             passes = is_cast(current) or op_name(current) in ("clone", "detach", "contiguous")
             tensor, source = tensor_of(current), tensor_of(current.args[0] if current.args else 0)

@@ -83,6 +83,7 @@ class _Finder:
         self.entry = EntryValues(graph)
         self.reader = MaskReader(self.entry)
         self.probes: dict[tuple[fx.Node, ...], Probe | str] = {}
+        self.readers: dict[fx.Node, list[tuple[fx.Node, fx.Node]]] = {}
         self.static = StaticReader(graph, self.live, self.reader)
         self.result = FindResult(entry=self.entry)
         self.count = 0
@@ -99,7 +100,35 @@ class _Finder:
             ):
                 self._try(node)
         self._refuse_repeated_updates()
+        self._refuse_other_readers()
         return self.result
+
+    def _refuse_other_readers(self) -> None:
+        """Layers may share keys and values, as long as all their attentions are rewritten."""
+        sites = self.result.sites
+        while True:
+            inside: dict[tuple[fx.Node, fx.Node], set[fx.Node]] = {}
+            for site in sites:
+                nodes = inside.setdefault((site.source.keys, site.source.values), set())
+                nodes.update((*site.interior, site.output))
+            refused = {
+                id(site): node
+                for site in sites
+                for node, user in self.readers[site.anchor]
+                if user not in inside[site.source.keys, site.source.values]
+            }
+            if not refused:
+                break
+            for site in sites:
+                if id(site) in refused:
+                    node = refused[id(site)]
+                    known = inside[site.source.keys, site.source.values]
+                    others = [user for n, user in self.readers[site.anchor] if user not in known]
+                    reason = f"the cache {node.name} is also used by {_user(others[0])}"
+                    refusal = Refusal(site.anchor, site.module, reason, site.source.form)
+                    self.result.refusals.append(refusal)
+            sites = [site for site in sites if id(site) not in refused]
+        self.result.sites = sites
 
     def _refuse_repeated_updates(self) -> None:
         """Two updates of one layer in a graph: which tokens each attention sees is not static."""
@@ -273,7 +302,9 @@ class _Finder:
                     )
         if source.form == "static":
             self._check_buffers(source, inside)
+            self.readers[chain.anchor] = []
             return
+        readers = self.readers[chain.anchor] = []
         stored = {node for node in (source.stored_k, source.stored_v) if node is not None}
         for node in (source.keys, source.values, *stored):
             known = frozenset(read for read, _ in size_reads(node))
@@ -283,7 +314,7 @@ class _Finder:
                 # An input stays an input for those who ask for its shape.
                 inner |= source.form == "read" and is_shape_read(user)
                 if user in self.live and not inner and not returned:
-                    raise NoSource(f"the cache {node.name} is also used by {_user(user)}")
+                    readers.append((node, user))
 
     def _check_buffers(self, source: CacheSource, inside: set[fx.Node]) -> None:
         """A buffer without memory of its own is read by its attention only, as is what is joined.

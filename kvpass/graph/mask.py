@@ -375,7 +375,7 @@ class MaskReader:
     def _opaque(self, node: fx.Node) -> Value | None:
         """A bool [rows, keys] tensor of unknown content can be padding, a 1-D input positions."""
         tensor = tensor_of(node)
-        if tensor is not None and tensor.dim() == 1 and node.op in ("placeholder", "get_attr"):
+        if tensor is not None and tensor.dim() == 1 and node.op == "placeholder":
             first = self.entry.of(node, node)
             return None if first is None else Index(-1, first, tensor.shape[0])
         if tensor is None or tensor.dtype != torch.bool or tensor.dim() != 2:

@@ -17,11 +17,11 @@ from torch import fx
 
 from kvpass.graph.emit import call, example, operand, scaled_query, size_of, total
 from kvpass.graph.entry import EntryValues
+from kvpass.graph.inputs import Rows, give_memory, grown, plain, symbols_of
 from kvpass.graph.kv import address, is_handle, is_update
 from kvpass.graph.plan import BufferUse, FunctionalSite, LayerShape, Plan, TieredGroup
 from kvpass.graph.site import AttentionSite
-from kvpass.graph.walk import aliases, is_written, mutates, scalar_of, shape_of, size_reads
-from kvpass.runtime.table import MAX_LAYERS
+from kvpass.graph.walk import mutates, shape_of, size_reads
 
 
 def _shape_of(site: AttentionSite) -> LayerShape:
@@ -36,17 +36,17 @@ def _shape_of(site: AttentionSite) -> LayerShape:
     if isinstance(past, fx.Node):
         past = example(past)
     return LayerShape(
-        batch=_plain(k.shape[0]),
-        tokens=0 if reads else _plain(k.shape[2]),
+        batch=plain(k.shape[0]),
+        tokens=0 if reads else plain(k.shape[2]),
         kv_heads=int(k.shape[1]),
         head_dim_k=int(k.shape[3]),
         head_dim_v=int(v.shape[3]),
         dtype=k.dtype,
         device=k.device,
-        past=None if past is None else _plain(past),
-        mask=None if mask is None else _plain(example(mask).shape[1]),
+        past=None if past is None else plain(past),
+        mask=None if mask is None else plain(example(mask).shape[1]),
         keep=source.keep,
-        mask_offset=None if mask is None else _plain(site.mask.kv_offset),
+        mask_offset=None if mask is None else plain(site.mask.kv_offset),
         absolute=bool(site.mask.terms),
     )
 
@@ -54,11 +54,11 @@ def _shape_of(site: AttentionSite) -> LayerShape:
 def _buffer_of(site: AttentionSite) -> BufferUse:
     source = site.source
     sizes = tuple(
-        tuple(map(_plain, shape_of(node) or ())) for node in (source.past_k, source.past_v)
+        tuple(map(plain, shape_of(node) or ())) for node in (source.past_k, source.past_v)
     )
     return BufferUse(
         write=source.write,
-        position=None if source.position is None else _plain(source.position),
+        position=None if source.position is None else plain(source.position),
         capacity=source.capacity,
         tokens_first=source.tokens_first,
         sizes=sizes,  # type: ignore[arg-type]
@@ -73,14 +73,6 @@ def _k_new(site: AttentionSite) -> fx.Node:
 def _v_new(site: AttentionSite) -> fx.Node:
     assert site.source.v_new is not None
     return site.source.v_new
-
-
-def _plain(size: Any) -> Any:
-    """An int, or the symbolic expression of a SymInt."""
-    if isinstance(size, torch.SymInt):
-        expression = size.node.expr
-        return int(expression) if expression.is_number else expression
-    return int(size)
 
 
 def rewrite(
@@ -100,18 +92,19 @@ def rewrite(
     plan = Plan(rewritten=len(sites))
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     number = {node: i for i, node in enumerate(placeholders)}
-    plan.symbols = _symbols(placeholders)
+    plan.symbols = symbols_of(placeholders)
     for node, (symbol, place) in entry.symbols.items():
         if node in number:
             plan.symbols[symbol.node.expr] = number[node], place
     plan.grows = grown(placeholders)
     pairs = [pair for site in sites for pair in (*site.source.assumed, *site.mask.assumed)]
-    plan.assumed = list(dict.fromkeys((_plain(a), _plain(b)) for a, b in pairs))
-    rows = _Rows(graph, placeholders)
+    plan.assumed = list(dict.fromkeys((plain(a), plain(b)) for a, b in pairs))
+    rows = Rows(graph, placeholders)
     groups: dict[tuple[Any, ...], tuple[TieredGroup, fx.Node]] = {}
     tiered = [site for site in sites if site.source.form == "tiered"]
     functional = [site for site in sites if site.source.form in ("functional", "read", "static")]
     handles: set[fx.Node] = set()
+    tokens: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
     for site in tiered:
         update = site.source.update
         assert update is not None
@@ -125,7 +118,7 @@ def rewrite(
             groups[key] = (group, rows.add(example(site.query)))
         group, node = groups[key]
         group.layers[layer] = shape
-        _replace(graph, site, node, layer, size)
+        _replace(graph, site, node, layer, size, tokens)
     families: dict[tuple[Any, ...], list[AttentionSite]] = {}
     for site in functional:
         shape = _shape_of(site)
@@ -133,15 +126,17 @@ def rewrite(
         families.setdefault(family_key, []).append(site)
     for family in families.values():
         node = rows.add(example(family[0].query))
-        for layer, site in enumerate(family):
-            _replace(graph, site, node, layer, block_size)
+        layers: dict[tuple[fx.Node, fx.Node], int] = {}
+        for site in family:
+            layer = layers.setdefault((site.source.keys, site.source.values), len(layers))
+            _replace(graph, site, node, layer, block_size, tokens)
     # Only now: an attention's own output may be returned, and has just been replaced.
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
     kind = type(output.args[0])
     returned = list(output.args[0]) if isinstance(output.args[0], (tuple, list)) else None
     for family in families.values():
         members: list[FunctionalSite] = []
-        for site in family:
+        for site in _unshared(family):
             source = site.source
             out_k = _positions(returned, source.stored_k)
             out_v = _positions(returned, source.stored_v)
@@ -159,7 +154,7 @@ def rewrite(
                 if source.probe not in plan.probes:
                     plan.probes.append(source.probe)
                 if source.position is not None:
-                    source.probe.ends.append((_plain(source.position), members[-1].shape.tokens))
+                    source.probe.ends.append((plain(source.position), members[-1].shape.tokens))
             for position in (*out_k, *out_v):
                 assert returned is not None
                 returned[position] = None
@@ -181,18 +176,6 @@ def rewrite(
     plan.extra = keep_effects(graph)
     graph.lint()
     return plan
-
-
-def give_memory(graph: fx.Graph) -> list[fx.Node]:
-    """Inputs that are handles and are written in the graph; they become dense tensors in it."""
-    found = [node for node in graph.nodes if is_handle(node) and is_written(node)]
-    for node in found:
-        like = example(node)
-        with like.ticket.fake_mode:
-            node.meta["example_value"] = torch.empty(
-                tuple(like.shape), dtype=like.dtype, device=like.device
-            )
-    return found
 
 
 def keep_effects(graph: fx.Graph) -> int:
@@ -223,41 +206,35 @@ def keep_effects(graph: fx.Graph) -> int:
     return len(extra)
 
 
-class _Rows:
-    """Placeholders for the table rows of each group, after all others."""
-
-    def __init__(self, graph: fx.Graph, placeholders: list[fx.Node]) -> None:
-        self.graph = graph
-        self.last = placeholders[-1]
-        self.nodes: list[fx.Node] = []
-
-    def add(self, like: Any) -> fx.Node:
-        """A placeholder int32 ``[MAX_LAYERS, B]`` on the device of ``like`` ``[B, ...]``."""
-        with self.graph.inserting_after(self.last):
-            node = self.graph.placeholder(f"kvpass_rows_{len(self.nodes)}")
-        size = (MAX_LAYERS, like.shape[0])
-        with like.fake_mode:
-            fake = torch.empty(size, dtype=torch.int32, device=like.device)
-        node.meta["example_value"] = fake
-        self.nodes.append(node)
-        self.last = node
-        return node
+def _unshared(family: list[AttentionSite]) -> list[AttentionSite]:
+    """The first of the sites of each keys and values."""
+    first: dict[tuple[fx.Node, fx.Node], AttentionSite] = {}
+    for site in family:
+        first.setdefault((site.source.keys, site.source.values), site)
+    return list(first.values())
 
 
 def _replace(
-    graph: fx.Graph, site: AttentionSite, rows: fx.Node, layer: int, block_size: int
+    graph: fx.Graph,
+    site: AttentionSite,
+    rows: fx.Node,
+    layer: int,
+    block_size: int,
+    tokens: dict[tuple[fx.Node, fx.Node], fx.Node],
 ) -> None:
+    """Replace one site; ``tokens`` are of the keys and values that have been appended."""
     source = site.source
+    shared = source.keys, source.values
     before = example(site.output)
     with graph.inserting_before(site.output):
         last = site.output.prev
         heads = example(site.query).shape[1]
-        token = None
+        token = tokens.get(shared)
         k_new, v_new = source.k_new, source.v_new
         if source.tokens_first:
             k_new, v_new = (call(graph, torch.transpose, node, 1, 2) for node in (k_new, v_new))
-        if source.k_new is not None:
-            token = call(
+        if source.k_new is not None and token is None:
+            token = tokens[shared] = call(
                 graph, torch.ops.kvpass.append.default, k_new, v_new, rows, layer, block_size
             )
         out = call(
@@ -410,41 +387,9 @@ def _buffer_writes(sites: list[AttentionSite]) -> set[fx.Node | None]:
     return found
 
 
-def grown(placeholders: list[fx.Node]) -> dict[int, Any]:
-    """Integer inputs to which the graph adds a number in place, once, and nothing else."""
-    found: dict[int, Any] = {}
-    for index, node in enumerate(placeholders):
-        tensor = example(node)
-        if not isinstance(tensor, torch.Tensor) or tensor.is_floating_point():
-            continue
-        family = aliases(node)
-        writes = {u for item in family for u in item.users if any(a in family for a in mutates(u))}
-        if len(writes) == 1:
-            (write,) = writes
-            added = scalar_of(write.args[1]) if len(write.args) == 2 and not write.kwargs else None
-            if write.target == "add_" and write.args[0] is node and added is not None:
-                found[index] = _plain(added)
-    return found
-
-
 def _is_pure(node: fx.Node) -> bool:
     if node.op == "get_attr":
         return True
     if node.op not in ("call_method", "call_function") or mutates(node):
         return False
     return not is_update(node)
-
-
-def _symbols(placeholders: list[fx.Node]) -> dict[Any, tuple[int, int | str | None]]:
-    """Where each symbol of the shapes can be read when the graph is called."""
-    found: dict[Any, tuple[int, int | str | None]] = {}
-    for index, node in enumerate(placeholders):
-        value = node.meta.get("example_value")
-        if isinstance(value, torch.SymInt):
-            if value.node.expr.is_Symbol:
-                found.setdefault(value.node.expr, (index, None))
-        elif isinstance(value, torch.Tensor):
-            for dimension, size in enumerate(value.shape):
-                if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                    found.setdefault(size.node.expr, (index, dimension))
-    return found

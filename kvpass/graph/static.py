@@ -353,7 +353,7 @@ def _is_buffer(node: object) -> bool:
         return False
     if len(shape_of(node) or ()) != 4:
         return False
-    return node.op in ("placeholder", "get_attr") or op_name(node) in _MAKERS
+    return node.op == "placeholder" or op_name(node) in _MAKERS
 
 
 def _prefix(item: object) -> Any:

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The inputs of a rewritten graph: table rows, where sizes are read, buffers that need memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from kvpass.graph.emit import example
+from kvpass.graph.kv import is_handle
+from kvpass.graph.walk import aliases, is_written, mutates, scalar_of
+from kvpass.runtime.table import MAX_LAYERS
+
+
+def give_memory(graph: fx.Graph) -> list[fx.Node]:
+    """Inputs that are handles and are written in the graph; they become dense tensors in it."""
+    found = [node for node in graph.nodes if is_handle(node) and is_written(node)]
+    for node in found:
+        like = example(node)
+        with like.ticket.fake_mode:
+            node.meta["example_value"] = torch.empty(
+                tuple(like.shape), dtype=like.dtype, device=like.device
+            )
+    return found
+
+
+class Rows:
+    """Placeholders for the table rows of each group, after all others."""
+
+    def __init__(self, graph: fx.Graph, placeholders: list[fx.Node]) -> None:
+        self.graph = graph
+        self.last = placeholders[-1]
+        self.nodes: list[fx.Node] = []
+
+    def add(self, like: Any) -> fx.Node:
+        """A placeholder int32 ``[MAX_LAYERS, B]`` on the device of ``like`` ``[B, ...]``."""
+        with self.graph.inserting_after(self.last):
+            node = self.graph.placeholder(f"kvpass_rows_{len(self.nodes)}")
+        size = (MAX_LAYERS, like.shape[0])
+        with like.fake_mode:
+            fake = torch.empty(size, dtype=torch.int32, device=like.device)
+        node.meta["example_value"] = fake
+        self.nodes.append(node)
+        self.last = node
+        return node
+
+
+def grown(placeholders: list[fx.Node]) -> dict[int, Any]:
+    """Integer inputs to which the graph adds a number in place, once, and nothing else."""
+    found: dict[int, Any] = {}
+    for index, node in enumerate(placeholders):
+        tensor = example(node)
+        if not isinstance(tensor, torch.Tensor) or tensor.is_floating_point():
+            continue
+        family = aliases(node)
+        writes = {u for item in family for u in item.users if any(a in family for a in mutates(u))}
+        if len(writes) == 1:
+            (write,) = writes
+            added = scalar_of(write.args[1]) if len(write.args) == 2 and not write.kwargs else None
+            if write.target == "add_" and write.args[0] is node and added is not None:
+                found[index] = plain(added)
+    return found
+
+
+def symbols_of(placeholders: list[fx.Node]) -> dict[Any, tuple[int, int | str | None]]:
+    """Where each symbol of the shapes can be read when the graph is called."""
+    found: dict[Any, tuple[int, int | str | None]] = {}
+    for index, node in enumerate(placeholders):
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.SymInt):
+            if value.node.expr.is_Symbol:
+                found.setdefault(value.node.expr, (index, None))
+        elif isinstance(value, torch.Tensor):
+            for dimension, size in enumerate(value.shape):
+                if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                    found.setdefault(size.node.expr, (index, dimension))
+    return found
+
+
+def plain(size: Any) -> Any:
+    """An int, or the symbolic expression of a SymInt."""
+    if isinstance(size, torch.SymInt):
+        expression = size.node.expr
+        return int(expression) if expression.is_number else expression
+    return int(size)
