@@ -239,6 +239,11 @@ class TieredCache:
                 "keys and values on the device 'meta' have no numbers to keep: load the model to a "
                 "real device, or call it with use_cache=False"
             )
+        kind = key_states.device.type
+        if key_states.dtype != value_states.dtype and torch.is_autocast_enabled(kind):
+            # Rotary positions leave keys in float32; every product under autocast casts them.
+            dtype = torch.get_autocast_dtype(kind)
+            key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         past = self._lengths[layer_idx]
         keys, values = torch.ops.kvpass.cache_update(
             key_states, value_states, self._handle, layer_idx, past, self.block_size

@@ -86,6 +86,8 @@ class StaticReader:
             raise NotMatched(f"keys are written to their buffer by {k.kind}, values by {v.kind}")
         if k.node is v.node:
             raise NotMatched("keys and values share one buffer")
+        for buffer in (k, v):
+            _check_new(buffer)
         if not _alike(k.position, v.position) or not _alike(k.batch, v.batch):
             raise NotMatched("keys and values are written to different positions")
         made = [op_name(buffer.node) in _MAKERS for buffer in (k, v)]
@@ -327,6 +329,30 @@ class StaticReader:
                 if start == 1 and index[2].stop is None:
                     return None
         raise NotMatched(f"{old.name} takes tokens of a buffer in a way that is not understood")
+
+
+def _check_new(buffer: _Buffer) -> None:
+    """What is written is neither cast nor broadcast on its way.
+
+    Raises:
+        NotMatched: it is, or may be.
+    """
+    new, whole = tensor_of(buffer.new), tensor_of(buffer.node)
+    assert new is not None and whole is not None
+    if new.dtype != whole.dtype or new.device != whole.device:
+        raise NotMatched(
+            f"new tokens ({new.dtype}, {new.device}) are written to the buffer {buffer.node.name} "
+            f"({whole.dtype}, {whole.device}): make the buffer in the dtype of the keys"
+        )
+    axis = tokens_axis(buffer.tokens_first)
+    wanted = [whole.shape[0] if buffer.batch is None else buffer.batch, *whole.shape[1:]]
+    if not all(
+        i == axis or same(a, b) for i, (a, b) in enumerate(zip(new.shape, wanted, strict=True))
+    ):
+        raise NotMatched(
+            f"new tokens {tuple(new.shape)} do not fill the heads and sequences of the buffer "
+            f"{buffer.node.name} {tuple(whole.shape)}"
+        )
 
 
 def _read(buffer: _Buffer) -> fx.Node:

@@ -44,13 +44,10 @@ class KVCache(nn.Module):
     k_cache: Tensor
     v_cache: Tensor
 
-    def __init__(
-        self, max_batch_size: int, max_seq_length: int, n_heads: int, head_dim: int
-    ) -> None:
+    def __init__(self, shape: tuple[int, int, int, int], like: Tensor) -> None:
         super().__init__()
-        shape = (max_batch_size, n_heads, max_seq_length, head_dim)
-        self.register_buffer("k_cache", torch.zeros(shape), persistent=False)
-        self.register_buffer("v_cache", torch.zeros(shape), persistent=False)
+        self.register_buffer("k_cache", like.new_zeros(shape), persistent=False)
+        self.register_buffer("v_cache", like.new_zeros(shape), persistent=False)
 
     def update(self, input_pos: Tensor, k_val: Tensor, v_val: Tensor) -> tuple[Tensor, Tensor]:
         """Write `[B, H, n, D]` at positions `input_pos` `[n]`; return the whole buffers."""
@@ -119,10 +116,12 @@ class Transformer(nn.Module):
 
     def setup_caches(self, max_batch_size: int, max_seq_length: int) -> None:
         """Make the buffers, and the mask `[T, T]` whose rows are taken at `input_pos`."""
-        sizes = max_batch_size, max_seq_length, self.config.n_local_heads, self.config.head_dim
-        for block in self.layers:
-            block.attention.kv_cache = KVCache(*sizes)
-        seen = torch.ones(max_seq_length, max_seq_length, dtype=torch.bool).tril()
+        config, weight = self.config, self.output.weight
+        shape = (max_batch_size, config.n_local_heads, max_seq_length, config.head_dim)
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.kv_cache = KVCache(shape, weight)
+        seen = weight.new_ones(max_seq_length, max_seq_length, dtype=torch.bool).tril()
         self.register_buffer("causal_mask", seen, persistent=False)
 
     def forward(self, idx: Tensor, input_pos: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 
 Tokens come before heads in the buffers, a batch may be smaller than they are, and the attention
 reads the part that is filled. With `backend="kvpass"` it reads blocks instead; the buffers are
-still written, and still true. Each value of `start_pos` would be a graph of its own, were it not
-an integer argument, which Dynamo makes a symbol.
+still written, and still true. `start_pos` is an integer, which Dynamo makes a symbol when it has
+seen it change, so that decode steps are one graph.
 """
 
 from __future__ import annotations
@@ -54,6 +54,9 @@ def repeat_kv(x: Tensor, n_rep: int) -> Tensor:
 class Attention(nn.Module):
     """Grouped-query attention with buffers `[max_batch, max_seq, kv_heads, head_dim]`."""
 
+    cache_k: Tensor
+    cache_v: Tensor
+
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         self.head_dim = args.head_dim
@@ -64,8 +67,10 @@ class Attention(nn.Module):
         self.wv = nn.Linear(args.dim, kv_dim, bias=False)
         self.wo = nn.Linear(args.dim, args.dim, bias=False)
         shape = (args.max_batch_size, args.max_seq_len, args.n_kv_heads, args.head_dim)
-        # Plain attributes, as in the original: `.to(xq)` below moves them to the model's device.
-        self.cache_k, self.cache_v = torch.zeros(shape), torch.zeros(shape)
+        # Registered, so that the model's `.to` casts them: a cast in `forward` makes new tensors,
+        # which leaves that call's attention to the inner compiler.
+        self.register_buffer("cache_k", torch.zeros(shape), persistent=False)
+        self.register_buffer("cache_v", torch.zeros(shape), persistent=False)
 
     def forward(self, x: Tensor, start_pos: int, angles: Tensor, mask: Tensor | None) -> Tensor:
         """Attend from `x` `[B, n, dim]`, at positions from `start_pos` on.
@@ -110,22 +115,20 @@ class TransformerBlock(nn.Module):
 class Transformer(nn.Module):
     """The decoder; its buffers are in its attentions."""
 
-    angles: Tensor
-
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         self.layers = nn.ModuleList(TransformerBlock(args) for _ in range(args.n_layers))
         self.norm = RMSNorm(args.dim, args.norm_eps)
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
-        angles = rotary_angles(torch.arange(args.max_seq_len), args.head_dim)
-        self.register_buffer("angles", angles, persistent=False)
+        # No buffer, so that `.to(bfloat16)` does not round it.
+        self.angles = rotary_angles(torch.arange(args.max_seq_len), args.head_dim)
 
     def forward(self, tokens: Tensor, start_pos: int) -> Tensor:
         """Logits `[B, n, V]` of ids `[B, n]` at positions from `start_pos` on."""
         n = tokens.shape[1]
         h = self.tok_embeddings(tokens)
-        angles = self.angles[start_pos : start_pos + n]
+        angles = self.angles[start_pos : start_pos + n].to(h.device)
         mask = None
         if n > 1:
             mask = torch.full((n, n), float("-inf"), device=tokens.device).triu(diagonal=1)

@@ -49,9 +49,7 @@ class CausalSelfAttention(nn.Module):
         """Attend within `x` `[B, T, n_embd]`."""
         batch, tokens, width = x.shape
         heads = (batch, tokens, self.n_head, width // self.n_head)
-        q, k, v = (
-            part.view(heads).transpose(1, 2) for part in self.c_attn(x).split(width, dim=2)
-        )
+        q, k, v = (part.view(heads).transpose(1, 2) for part in self.c_attn(x).split(width, dim=2))
         if self.flash:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=None, is_causal=True)
         else:
