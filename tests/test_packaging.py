@@ -196,7 +196,7 @@ def test_the_snippets_of_the_readme_run(capsys: pytest.CaptureFixture[str]) -> N
     """Those of a whole program, uncompiled and shorter, with a folder in place of the hub."""
     folder = model_zoo.load("smollm2-135m").path
     snippets = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(snippets) == 2
+    assert len(snippets) == 3
     for snippet in snippets:
         text = re.sub(r'^path = ".*"', f"path = {str(folder)!r}", snippet, flags=re.MULTILINE)
         text = text.replace("backend=kvpass.backend", 'backend="kvpass"')
@@ -204,7 +204,9 @@ def test_the_snippets_of_the_readme_run(capsys: pytest.CaptureFixture[str]) -> N
         text = text.replace("max_new_tokens=64", "max_new_tokens=4")
         names: dict[str, Any] = {}
         exec(text, names)
-        assert names["cache"].get_seq_length() >= 8
+        if "cache" in names:
+            assert names["cache"].get_seq_length() >= 8
+        assert "cache" in names or names["logits"].isfinite().all()
     assert "A cache keeps" in capsys.readouterr().out
 
 

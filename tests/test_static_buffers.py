@@ -205,7 +205,6 @@ def test_several_turns(form, counts):
     pair.check()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 @forms
 def test_other_inner_compilers(form, inner, counts):

@@ -39,9 +39,10 @@ from kvpass.graph.site import (
     MaskSpec,
     Refusal,
 )
-from kvpass.graph.static import StaticReader
+from kvpass.graph.static import StaticReader, root_of
 from kvpass.graph.walk import (
     NotMatched,
+    aliases,
     describe,
     is_shape_read,
     live_nodes,
@@ -329,12 +330,17 @@ class _Finder:
             else:
                 nodes.add(buffer)
         made = source.stored_k is not None
+        # Calls that give back what they got are the buffer itself.
+        same_tensor = {user for node in nodes for user in aliases(node) if root_of(user) in nodes}
+        buffers = {source.past_k, source.past_v, *same_tensor}
+        nodes |= same_tensor
+        allowed |= same_tensor
         for node in nodes:
             for user in node.users:
                 if user not in self.live or user in allowed or self._sizes(user, inside):
                     continue
-                is_buffer = node in (source.past_k, source.past_v)
-                if is_buffer and (is_shape_read(user) or (made and user.op == "output")):
+                returned = user.op == "output" and (made or node in same_tensor)
+                if node in buffers and (is_shape_read(user) or returned):
                     continue
                 raise NoSource(f"the cache {node.name} is also used by {_user(user)}")
 

@@ -327,8 +327,8 @@ def _explain(operand: Operand, what: str) -> None:
         )
     if writes:
         raise NoSource(
-            f"{what} are kept in a static buffer written by {describe(writes[0])}: "
-            "StaticCache-like buffers are not supported yet, use a DynamicCache or TieredCache"
+            f"{what} are kept in a static buffer written by {describe(writes[0])}, and reach the "
+            "attention in a way that is not understood: use a DynamicCache or TieredCache"
         )
     if base.op in ("placeholder", "get_attr"):
         raise NoSource(

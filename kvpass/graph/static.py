@@ -121,10 +121,10 @@ class StaticReader:
     def _buffer(self, operand: Operand, anchor: fx.Node) -> _Buffer | None:
         node = operand.base
         between: list[fx.Node] = []
-        whole = _root(node.args[0]) if op_name(node) == "getitem" else None
+        whole = root_of(node.args[0]) if op_name(node) == "getitem" else None
         if whole is not None and _is_buffer(whole) and self._writes(whole):
             between, node = [node], whole
-        node = _root(node) or node
+        node = root_of(node) or node
         if _is_buffer(node):
             found = self._written(node, tuple(between), operand.tokens_first)
             first = min([*between, *operand.between, anchor], key=self.order.__getitem__)
@@ -152,7 +152,7 @@ class StaticReader:
         write = writes[0]
         if len(writes) > 1:
             raise NotMatched(f"the buffer {node.name} is written {len(writes)} times in the graph")
-        if _root(write.args[0]) is not node:
+        if root_of(write.args[0]) is not node:
             raise NotMatched(f"{write.name} writes to a view of the buffer {node.name}")
         if op_name(write) == "copy_":
             if between or tokens_first:
@@ -360,7 +360,7 @@ def _read(buffer: _Buffer) -> fx.Node:
     return buffer.between[0] if buffer.between else buffer.node
 
 
-def _root(node: object) -> fx.Node | None:
+def root_of(node: object) -> fx.Node | None:
     """The tensor behind calls that give back what they got, such as ``x.to(x.dtype)``."""
     while is_cast(node) if isinstance(node, fx.Node) else False:
         assert isinstance(node, fx.Node)

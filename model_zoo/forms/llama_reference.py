@@ -67,8 +67,8 @@ class Attention(nn.Module):
         self.wv = nn.Linear(args.dim, kv_dim, bias=False)
         self.wo = nn.Linear(args.dim, args.dim, bias=False)
         shape = (args.max_batch_size, args.max_seq_len, args.n_kv_heads, args.head_dim)
-        # Registered, so that the model's `.to` casts them: a cast in `forward` makes new tensors,
-        # which leaves that call's attention to the inner compiler.
+        # Registered, so that the model's `.to` casts and moves them. The original does that in
+        # `forward`, which makes new tensors and leaves the attention of that call as it is.
         self.register_buffer("cache_k", torch.zeros(shape), persistent=False)
         self.register_buffer("cache_v", torch.zeros(shape), persistent=False)
 
@@ -82,7 +82,6 @@ class Attention(nn.Module):
         xk = self.wk(x).view(batch, n, -1, self.head_dim)
         xv = self.wv(x).view(batch, n, -1, self.head_dim)
         xq, xk = rotate_pairs(xq, angles), rotate_pairs(xk, angles)
-        self.cache_k, self.cache_v = self.cache_k.to(xq), self.cache_v.to(xq)
         self.cache_k[:batch, start_pos : start_pos + n] = xk
         self.cache_v[:batch, start_pos : start_pos + n] = xv
         keys = repeat_kv(self.cache_k[:batch, : start_pos + n], self.n_rep)

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import kvpass
 from kvpass.backends import manager_for
 from kvpass.config import Config
 from kvpass.graph.report import GraphReport, observed
+from kvpass.runtime.handle import KVHandle
 from model_zoo.forms import (
     Step,
     generate_greedy,
@@ -28,6 +30,7 @@ COUNT = 25  # tokens: one of the prompt, and 24 of decode steps
 TINY = {"block_size": 32, "hot": "64KiB", "resident_tokens": 32, "heat_interval": 8}
 LARGE = TINY | {"hot": "4MiB"}
 CACHED = ("gpt_fast", "llama_reference", "legacy_tuples")
+BUFFERS = {"gpt_fast": "*.?_cache", "llama_reference": "*.cache_?"}
 CPU = torch.device("cpu")
 
 
@@ -58,11 +61,7 @@ def build(name: str) -> tuple[nn.Module, Callable[[Any], Step]]:
 
 
 class Pair:
-    """A form uncompiled and compiled, and the reports of graphs compiled since they were asked for.
-
-    Attributes:
-        models: the two modules.
-    """
+    """A form uncompiled and compiled; ``reports`` are of graphs compiled since the last call."""
 
     def __init__(self, name: str, inner: str = "eager", **options: Any) -> None:
         (plain, stepper), (model, _) = build(name), build(name)
@@ -126,8 +125,7 @@ def test_conversations_are_rewritten_and_equal(name: str) -> None:
     assert pair.reports() == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CACHED)
 def test_inner_compilers_agree(name: str, inner: str) -> None:
     pair = Pair(name, inner)
@@ -162,7 +160,7 @@ def test_a_prompt_in_pieces(name: str) -> None:
     assert len(reports) <= 4 and all_rewritten(reports, name)
 
 
-@pytest.mark.parametrize("name", ["gpt_fast", "llama_reference"])
+@pytest.mark.parametrize("name", BUFFERS)
 def test_dense_buffers_stay_true(name: str) -> None:
     """They are written still, may be written by others, and from any position on."""
     pair = Pair(name)
@@ -182,6 +180,18 @@ def test_dense_buffers_stay_true(name: str) -> None:
         pair.step(ids(1, position), position)
     pair.step(ids(4, 3), 30)
     assert all_rewritten(pair.reports(), name)
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_released_buffers(name: str) -> None:
+    pair = Pair(name)
+    freed = kvpass.release_buffers(pair.models[1], BUFFERS[name])
+    assert len(freed) == 4 and all(freed.values())
+    pair.talk(70)
+    pair.talk(11, seed=1)
+    assert all_rewritten(pair.reports(), name)
+    buffers = [value for key, value in pair.models[1].named_buffers() if "cache" in key]
+    assert len(buffers) == 4 and all(isinstance(value, KVHandle) for value in buffers)
 
 
 def test_a_batch_smaller_than_the_buffers_of_the_reference_form() -> None:
