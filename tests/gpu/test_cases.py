@@ -197,6 +197,7 @@ def test_b62_a_decode_step_copies_no_pool(inner, form):
     compile_with(model, inner, **tiers)
     cache: Any = tiered(model, 9000, **tiers) if form == "tiered" else DynamicCache()
     ids = torch.ones(4, 8448, dtype=torch.int64, device="cuda")
+    gc.collect()  # what earlier tests left would be freed meanwhile
     empty = torch.cuda.memory_allocated()
     reports: list[Any] = []
     with torch.no_grad(), observed(reports.append):

@@ -88,7 +88,7 @@ def test_released_buffers_take_no_memory(place):
     assert sum(freed.values()) == (0 if place == "meta" else 4 * size)
     assert held - torch.cuda.memory_allocated() >= sum(freed.values())
     compiled = torch.compile(
-        model, backend="kvpass", options={"inner": "eager", "hot": "64KiB", **OPTIONS}
+        model, backend=kvpass.backend, options={"inner": "eager", "hot": "64KiB", **OPTIONS}
     )
     reports = []
     ids = torch.randint(3, 90, (1, 200), device="cuda")

@@ -500,27 +500,22 @@ def test_other_reads_of_handles_are_refused(name: str) -> None:
     assert words in found.refusals[0].reason
 
 
-def _index_copy(buffer: Tensor, new: Tensor, at: Tensor) -> Tensor:
-    buffer.index_copy_(2, at, new)
-    return buffer
+def _returned(buffer: Tensor, new: Tensor, at: Tensor) -> Tensor:
+    return torch.ops.aten.index_put_(buffer, [None, None, at], new)
 
 
-def _set(buffer: Tensor, new: Tensor, at: Tensor) -> Tensor:
+def _copy(buffer: Tensor, new: Tensor, at: Tensor) -> Tensor:
+    buffer = buffer.clone()
     buffer[:, :, at] = new
     return buffer
 
 
-def _index_put(buffer: Tensor, new: Tensor, at: Tensor) -> Tensor:
-    return torch.ops.aten.index_put_(buffer, [None, None, at], new)
+@pytest.mark.parametrize("write", [_returned, _copy])
+def test_what_is_no_buffer_itself_is_refused(
+    write: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> None:
+    """Of buffers: tests/graph/test_static.py and test_static_refused.py."""
 
-
-def _slice(buffer: Tensor, new: Tensor, at: Tensor) -> Tensor:
-    buffer[:, :, 2:5].copy_(new)
-    return buffer[:, :, :5]
-
-
-@pytest.mark.parametrize("write", [_index_copy, _set, _index_put, _slice])
-def test_static_buffers_are_refused(write: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
     def step(
         q: Tensor, k: Tensor, v: Tensor, kb: Tensor, vb: Tensor, at: Tensor
     ) -> tuple[Tensor, ...]:

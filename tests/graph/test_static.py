@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvpass.graph.pointwise import MaskTerm
+from kvpass.graph.probe import Probe
 from kvpass.graph.site import FindResult
 from tests.graph.buffers import (
     ALL,
@@ -326,3 +328,21 @@ def test_a_whole_buffer_of_new_tokens_under_is_causal() -> None:
         return F.scaled_dot_product_attention(q, wide(kb), wide(vb), is_causal=True)
 
     assert only(find(step, *data)).mask.causal
+
+
+@pytest.mark.parametrize("hidden", [-torch.inf, torch.finfo(torch.float32).min, -1e4])
+@pytest.mark.parametrize("kind", ["add", "fill"])
+def test_a_probe_of_a_query_that_sees_nothing(kind: Any, hidden: float) -> None:
+    """Scores that are all the lowest number would weigh the part that is not filled as well."""
+    seen = torch.ones(N, T).tril(P).bool()
+    graph = torch.fx.Graph()
+    term = MaskTerm(kind, graph.placeholder("mask"), value=hidden)
+    mask = torch.where(seen, 0.0, hidden) if kind == "add" else ~seen
+    probe = Probe(graph, (term,), run=lambda mask: (mask,))
+    if kind == "add" and hidden == -1e4:
+        assert not probe.holds([mask], P + N)  # not hidden, only unlikely
+        return
+    assert probe.holds([mask], P + N) and not probe.holds([mask], P + N - 1)
+    mask[1] = hidden if kind == "add" else True
+    finite = kind == "add" or hidden != -torch.inf
+    assert probe.holds([mask], P + N) is not finite
