@@ -83,7 +83,7 @@ class _Finder:
         self.live = live_nodes(graph)
         self.entry = EntryValues(graph)
         self.reader = MaskReader(self.entry)
-        self.probes: dict[tuple[fx.Node, ...], Probe | str] = {}
+        self.probes: dict[tuple[tuple[fx.Node, ...], bool], Probe | str] = {}
         self.readers: dict[fx.Node, list[tuple[fx.Node, fx.Node]]] = {}
         self.static = StaticReader(graph, self.live, self.reader)
         self.result = FindResult(entry=self.entry)
@@ -126,7 +126,7 @@ class _Finder:
                     known = inside[site.source.keys, site.source.values]
                     others = [user for n, user in self.readers[site.anchor] if user not in known]
                     reason = f"the cache {node.name} is also used by {_user(others[0])}"
-                    refusal = Refusal(site.anchor, site.module, reason, site.source.form)
+                    refusal = Refusal(site.anchor, site.module, reason)
                     self.result.refusals.append(refusal)
             sites = [site for site in sites if id(site) not in refused]
         self.result.sites = sites
@@ -192,7 +192,8 @@ class _Finder:
         chain = match_sdpa(node) if sdpa else match_softmax(node, self.live)
         keys, values = unrepeat(chain.keys), unrepeat(chain.values)
         query = unfold_query(chain.query)
-        keys, values, source = self._source(keys, values, node)
+        first = min((*chain.interior, chain.anchor), key=self.order.__getitem__)
+        keys, values, source = self._source(keys, values, first)
         _check_operands(query, keys, values)
         check_new(source, query.base)
         self._check_heads(query, keys, values, chain.grouped)
@@ -218,12 +219,15 @@ class _Finder:
         )
 
     def _source(
-        self, keys: Operand, values: Operand, anchor: fx.Node
+        self, keys: Operand, values: Operand, first: fx.Node
     ) -> tuple[Operand, Operand, CacheSource]:
-        """The cache behind the operands, and the operands as far back as it is."""
+        """The cache behind the operands, and the operands as far back as it is.
+
+        ``first`` is the first node of the attention.
+        """
         further = behind_transpose(keys), behind_transpose(values)
         for k, v in (further, (keys, values)):
-            source = self.static.source(k, v, anchor) if k and v else None
+            source = self.static.source(k, v, first) if k and v else None
             if k and v and source is not None:
                 return k, v, source
         return keys, values, find_source(keys, values, self.live)
@@ -234,10 +238,12 @@ class _Finder:
             source = replace(source, probe=self._probe(source, mask))
         if not source.fills_buffer or not mask.causal:
             return source
-        assert source.position is not None and mask.past is not None
-        if same(source.position, mask.past):
+        assert source.position is not None
+        # Under is_causal there are as many keys as queries.
+        past = 0 if mask.past is None else mask.past
+        if same(source.position, past):
             return source
-        pair = (source.position, mask.past)
+        pair = (source.position, past)
         if not any(map(self.entry.knows, pair)):
             raise NoSource(f"new tokens are written at {pair[0]}, the mask takes them at {pair[1]}")
         return replace(source, assumed=(*source.assumed, pair))
@@ -250,9 +256,11 @@ class _Finder:
                     f"the mask {term.node.name} does not say of each token of the static buffer "
                     "whether it is seen"
                 )
-        if nodes not in self.probes:
-            self.probes[nodes] = probe_of(mask.terms, source.write == "roll")
-        found = self.probes[nodes]
+        all_seen = source.write == "roll"
+        key = nodes, all_seen
+        if key not in self.probes:
+            self.probes[key] = probe_of(mask.terms, all_seen)
+        found = self.probes[key]
         if isinstance(found, str):
             raise NoSource(found)
         return found
@@ -325,7 +333,8 @@ class _Finder:
         allowed = {*inside, *source.writes, source.keys, source.values}
         nodes = {source.keys, source.values} - {source.k_new, source.v_new}
         for buffer in (source.past_k, source.past_v):
-            if buffer is None or not (buffer is source.stored_k or is_handle(buffer)):
+            made = buffer in (source.stored_k, source.stored_v)
+            if buffer is None or not (made or is_handle(buffer)):
                 nodes.discard(buffer)
             else:
                 nodes.add(buffer)

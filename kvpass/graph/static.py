@@ -73,13 +73,15 @@ class StaticReader:
         self.reader = reader
         self.order = {node: i for i, node in enumerate(graph.nodes)}
 
-    def source(self, keys: Operand, values: Operand, anchor: fx.Node) -> CacheSource | None:
+    def source(self, keys: Operand, values: Operand, first: fx.Node) -> CacheSource | None:
         """The static cache behind the operands, or None if there is none.
+
+        ``first`` is the first node of the attention.
 
         Raises:
             NotMatched: there is a buffer, but what happens to it is not understood.
         """
-        k, v = self._buffer(keys, anchor), self._buffer(values, anchor)
+        k, v = self._buffer(keys, first), self._buffer(values, first)
         if k is None or v is None:
             return None
         if (k.kind, k.tokens_first) != (v.kind, v.tokens_first):
@@ -118,7 +120,7 @@ class StaticReader:
 
     # ------------------------------------------------------------------ the three kinds
 
-    def _buffer(self, operand: Operand, anchor: fx.Node) -> _Buffer | None:
+    def _buffer(self, operand: Operand, reader: fx.Node) -> _Buffer | None:
         node = operand.base
         between: list[fx.Node] = []
         whole = root_of(node.args[0]) if op_name(node) == "getitem" else None
@@ -127,7 +129,7 @@ class StaticReader:
         node = root_of(node) or node
         if _is_buffer(node):
             found = self._written(node, tuple(between), operand.tokens_first)
-            first = min([*between, *operand.between, anchor], key=self.order.__getitem__)
+            first = min([*between, *operand.between, reader], key=self.order.__getitem__)
             if found is not None and self.order[found.write] > self.order[first]:
                 raise NotMatched(f"the buffer {node.name} is read before it is written")
             return found

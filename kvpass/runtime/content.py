@@ -34,13 +34,15 @@ class Content:
         start: the first one it stands for.
         capacity: tokens of the static buffer that the handle stands for, else 0. A buffer changes:
             its ``length`` is what was written last.
+        reach: tokens up to which a buffer may have been written. Blocks behind ``length`` are
+            given back, so that a buffer forgets what it held there.
         tokens_first: whether the buffer is ``[B, tokens, Hkv, D]``.
         memory: a dense tensor that has taken the place of a buffer's blocks, or None.
     """
 
     __slots__ = (
-        "__weakref__", "capacity", "layer", "lease", "length", "memory", "start", "tokens_first",
-        "values",
+        "__weakref__", "capacity", "layer", "lease", "length", "memory", "reach", "start",
+        "tokens_first", "values",
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +63,7 @@ class Content:
         self.capacity = capacity
         self.tokens_first = tokens_first
         self.memory: Tensor | None = None
+        self.reach = length
 
     def dense(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Dense copy, ``[B, Hkv, length - start, D]``, or a buffer in the shape it has."""
@@ -81,13 +84,18 @@ class Content:
 
     def clear(self) -> None:
         """Forget what a buffer holds; its blocks go with the next step, or with the buffer."""
-        self.length = self.start = 0
+        self.length = self.start = self.reach = 0
         self.memory = None
 
     def become(self, other: Content) -> None:
         """Hold what another content of the same buffer does."""
         self.lease, self.layer, self.values = other.lease, other.layer, other.values
         self.length, self.start, self.tokens_first = other.length, other.start, other.tokens_first
+        self.reach = max(self.reach, other.length)
+        if self.memory is not None and other.length < other.capacity:
+            axis = 1 if other.tokens_first else 2
+            behind = self.memory.narrow(axis, other.length, other.capacity - other.length)
+            self.reach = other.capacity if bool(behind.any()) else other.length
         self.capacity, self.memory = other.capacity, None
 
     def settle(self, memory: Tensor) -> None:

@@ -220,7 +220,7 @@ class KVHandle(Tensor):
         arguments = func._schema.arguments
         given = [*zip(arguments, args, strict=False)]
         given += [(a, kwargs[a.name]) for a in arguments[len(args) :] if a.name in kwargs]
-        if func is torch.ops.aten.zero_.default and cls._is_buffer(args[0]):
+        if func is torch.ops.aten.zero_.default and args[0].is_buffer:
             args[0].content.clear()
             return args[0]
         is_view = False
@@ -231,7 +231,7 @@ class KVHandle(Tensor):
             if handles and argument.alias_info.is_write:
                 if not any(handle._is_real() for handle in handles):
                     return args[0]  # traced: the pass replaces the write, or refuses the graph
-                if all(cls._is_buffer(handle) for handle in handles):
+                if all(handle.is_buffer for handle in handles):
                     return cls._write(func, args, kwargs)
                 if any(handle._in_buffer for handle in handles):
                     raise UnsupportedError(
@@ -264,7 +264,7 @@ class KVHandle(Tensor):
 
     @property
     def _in_buffer(self) -> bool:
-        return self.part.of_buffer if self.part is not None else KVHandle._is_buffer(self)
+        return self.part.of_buffer if self.part is not None else self.is_buffer
 
     @classmethod
     def _write(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -273,7 +273,7 @@ class KVHandle(Tensor):
         handles: dict[int, KVHandle] = {}
 
         def dense(handle: KVHandle) -> Tensor:
-            if not cls._is_buffer(handle):
+            if not handle.is_buffer:
                 return handle._numbers()
             tensor = handle.with_memory()
             handles[id(tensor)] = handle
@@ -284,10 +284,10 @@ class KVHandle(Tensor):
         )
         return tree_map_only(Tensor, lambda tensor: handles.get(id(tensor), tensor), result)
 
-    @staticmethod
-    def _is_buffer(tensor: Tensor) -> bool:
-        content = getattr(tensor, "content", None)
-        return content is not None and content.capacity > 0
+    @property
+    def is_buffer(self) -> bool:
+        """Whether the handle stands for a static buffer."""
+        return self.content is not None and self.content.capacity > 0
 
     def _is_real(self) -> bool:
         return self.content is not None or self.part is not None

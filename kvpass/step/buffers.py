@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from kvpass.config import Config
+from kvpass.errors import CacheStateError
 from kvpass.graph.plan import FunctionalSite
 from kvpass.runtime.content import Content, Lease
 from kvpass.runtime.handle import KVHandle
@@ -54,7 +55,10 @@ class BufferGroup(FunctionalGroup):
             NotCounted: the new tokens do not follow those in the buffers.
         """
         pairs = [(_content(args, site.past_k), _content(args, site.past_v)) for site in self.sites]
-        before = [_kept(site, *pair, sizes) for site, pair in zip(self.sites, pairs, strict=True)]
+        before = [
+            _kept(site, *pair, sizes, site.past_k is not None and not _is_handle(args[site.past_k]))
+            for site, pair in zip(self.sites, pairs, strict=True)
+        ]
         lease = self._lease_of(pairs, before, manager, sizes)
         if lease is None:
             lease = self._copied(manager, args, before, sizes, config)
@@ -103,6 +107,9 @@ class BufferGroup(FunctionalGroup):
         self._warn_of_small_hot(manager, size, config)
         lease = Lease(manager, batch)
         for layer, site in enumerate(self.sites):
+            for index in (site.past_k, site.past_v):
+                if index is not None and isinstance(args[index], KVHandle):
+                    _check_sequences(args[index], size)
             if not before[layer]:
                 continue
             assert site.past_k is not None and site.past_v is not None
@@ -110,8 +117,6 @@ class BufferGroup(FunctionalGroup):
             kept = min(before[layer], uses[layer].capacity)  # of a window that has moved
             dense = []
             for index in (site.past_k, site.past_v):
-                if isinstance(args[index], KVHandle) and args[index].sequences > size:
-                    raise NotCounted  # those of other sequences would be lost
                 tensor = dense_of(args[index])[:size].narrow(axis, 0, kept)
                 dense.append(tensor.transpose(1, 2) if axis == 1 else tensor)
             batch.define(layer, geometry_of(site.shape, config.memory.block_size))
@@ -143,6 +148,21 @@ class BufferGroup(FunctionalGroup):
                     _mirrors[tensor] = tensor._version, tensor.data_ptr(), content
 
 
+def _check_sequences(buffer: KVHandle, size: int) -> None:
+    """The batch has all sequences that the buffer holds.
+
+    Raises:
+        NotCounted: those of the others would be lost.
+    """
+    content = buffer.content
+    assert content is not None
+    held = 0 if content.memory is None else buffer.shape[0]
+    if content.lease is not None:
+        held = content.lease.batch.size
+    if held > size:
+        raise NotCounted
+
+
 def _content(args: Sequence[Any], index: int | None) -> Content | None:
     """What is known to be in a buffer; None if it has to be copied, or is made by the graph."""
     if index is None:
@@ -160,10 +180,17 @@ def _content(args: Sequence[Any], index: int | None) -> Content | None:
     return equal
 
 
-def _kept(site: FunctionalSite, k: Content | None, v: Content | None, sizes: CallSizes) -> int:
-    """Tokens of the buffers in front of the new ones.
+def _is_handle(tensor: object) -> bool:
+    return isinstance(tensor, KVHandle)
+
+
+def _kept(
+    site: FunctionalSite, k: Content | None, v: Content | None, sizes: CallSizes, dense: bool
+) -> int:
+    """Tokens of the buffers in front of the new ones; ``dense``: they have their own memory.
 
     Raises:
+        CacheStateError: what is in front of the new tokens has been given up.
         NotCounted: new tokens are written elsewhere than behind those in the buffers.
     """
     use = site.buffer
@@ -177,6 +204,14 @@ def _kept(site: FunctionalSite, k: Content | None, v: Content | None, sizes: Cal
             raise NotCounted
         return known[0].length
     position = sizes.of(use.position)
+    for content in (k, v):
+        if content is not None and not dense and content.length < min(position, content.reach):
+            raise CacheStateError(
+                f"new tokens are written at position {position} of a buffer without memory that "
+                f"holds {content.length} tokens, {content.reach} before it was written from an "
+                "earlier position on: what was behind has been given up; write tokens in order, or "
+                "do not release this buffer"
+            )
     made = site.past_k is None
     fits = use.write == "tail" or position + tokens <= use.capacity
     windowed = position > 0 and any(content is not None and content.start for content in (k, v))

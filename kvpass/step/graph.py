@@ -15,6 +15,7 @@ from kvpass.errors import CacheStateError
 from kvpass.graph.plan import Plan, TieredGroup
 from kvpass.runtime import directory
 from kvpass.runtime.content import Lease
+from kvpass.runtime.handle import KVHandle
 from kvpass.runtime.manager import Manager
 from kvpass.step.buffers import BufferGroup, with_memory
 from kvpass.step.functional import FunctionalGroup, check_mask, geometry_of
@@ -57,7 +58,8 @@ class RewrittenGraph:
         except NotCounted:
             # A window of tokens from elsewhere under a mask of the whole sequence, or tokens that
             # a static buffer gets at positions that are not the next ones.
-            return self._plain(*with_memory(args, range(len(args))))
+            buffers = [i for i, arg in enumerate(args) if isinstance(arg, KVHandle)]
+            return self._plain(*with_memory(args, [i for i in buffers if args[i].is_buffer]))
 
     def _run(self, *args: Any) -> Any:
         plan = self.plan

@@ -272,13 +272,17 @@ def test_t5_reads_cross_attention_from_handles_only() -> None:
         assert "read-only input" in found.refusals[0].reason
 
 
-def test_static_cache_is_refused() -> None:
+def test_static_cache_is_rewritten() -> None:
     settings = transformers.LlamaConfig(**COMMON, num_hidden_layers=1)
     model = AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa").eval()
     recorder = Recorder()
     model.compile(backend=recorder)
     ids = torch.randint(3, 64, (2, 6))
     model.generate(ids, max_new_tokens=3, cache_implementation="static", do_sample=False)
-    assert not any(found.sites for found in recorder.found)
-    reasons = [refusal.reason for found in recorder.found for refusal in found.refusals]
-    assert reasons and all("static buffer" in reason for reason in reasons)
+    sites = [site for found in recorder.found for site in found.sites]
+    assert len(sites) == 2 and not any(found.refusals for found in recorder.found)
+    prompt, step = sites
+    assert all(site.source.form == "static" and site.source.write == "at" for site in sites)
+    # The prompt makes the buffers, under a mask that is read; the step's mask comes from outside.
+    assert prompt.source.stored_k is not None and step.source.stored_k is None
+    assert prompt.mask.causal and step.mask.operand is not None and step.source.probe is not None
