@@ -251,7 +251,8 @@ class _Finder:
     def _probe(self, source: CacheSource, mask: MaskSpec) -> Probe:
         nodes = tuple(term.node for term in mask.terms)
         for term in mask.terms:
-            if term.factor != 1.0 or not same((shape_of(term.node) or (1,))[-1], source.capacity):
+            columns = (shape_of(term.node) or (1,))[-1]
+            if term.factor != 1.0 or not same(columns, source.capacity):
                 raise NoSource(
                     f"the mask {term.node.name} does not say of each token of the static buffer "
                     "whether it is seen"

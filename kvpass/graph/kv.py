@@ -283,10 +283,10 @@ def _in_buffer(source: CacheSource, mask: MaskSpec) -> MaskSpec:
     if source.position is not None and same(source.position, 0):
         return mask  # nothing is in the buffer yet: keys are the new ones
     if source.write == "roll":
-        shown = shown or source.capacity
+        shown = shown or source.keep
         # The only query is the last token; the runtime finds whether a mask hides anything.
         mask = replace(mask, causal=True, terms=())
-    if not mask.causal or not 0 < shown <= source.capacity:
+    if not mask.causal or not 0 < shown <= source.keep:
         raise NoSource(
             f"the buffer keeps {source.capacity} tokens, the mask shows {shown or 'all of them'}: "
             "a window that fits is needed"

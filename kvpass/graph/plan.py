@@ -50,9 +50,9 @@ class BufferUse:
 
     write: str
     position: Any
-    capacity: int
+    capacity: Any
     tokens_first: bool
-    sizes: tuple[tuple[int, ...], tuple[int, ...]]
+    sizes: tuple[tuple[Any, ...], tuple[Any, ...]]
 
 
 @dataclass

@@ -59,7 +59,7 @@ def _buffer_of(site: AttentionSite) -> BufferUse:
     return BufferUse(
         write=source.write,
         position=None if source.position is None else plain(source.position),
-        capacity=source.capacity,
+        capacity=plain(source.capacity),
         tokens_first=source.tokens_first,
         sizes=sizes,  # type: ignore[arg-type]
     )

@@ -56,7 +56,7 @@ class CacheSource:
     write: Literal["", "at", "tail", "roll"] = ""
     writes: tuple[fx.Node, ...] = ()
     position: Size | None = None
-    capacity: int = 0
+    capacity: Size = 0
     tokens_first: bool = False
     probe: Probe | None = None
     assumed: tuple[tuple[Size, Size], ...] = ()

@@ -16,6 +16,7 @@ import operator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
 from torch import fx
 
 from kvpass.graph.mask import MaskReader
@@ -28,6 +29,7 @@ from kvpass.graph.walk import (
     aliases,
     bind,
     fixed,
+    input_symbols,
     is_cast,
     mutates,
     op_name,
@@ -72,6 +74,7 @@ class StaticReader:
         self.live = live
         self.reader = reader
         self.order = {node: i for i, node in enumerate(graph.nodes)}
+        self.symbols = input_symbols(graph)
 
     def source(self, keys: Operand, values: Operand, first: fx.Node) -> CacheSource | None:
         """The static cache behind the operands, or None if there is none.
@@ -96,9 +99,19 @@ class StaticReader:
         if made[0] != made[1]:
             raise NotMatched("only one of the buffers of keys and values is made in this graph")
         axis = tokens_axis(k.tokens_first)
-        capacity = fixed((shape_of(k.node) or ())[axis])
-        if capacity is None or not same((shape_of(v.node) or ())[axis], capacity):
-            raise NotMatched("the buffers have no fixed number of tokens, or different ones")
+        size = (shape_of(k.node) or ())[axis]
+        capacity: Size = size if fixed(size) is None else fixed(size)  # type: ignore[assignment]
+        other = (shape_of(v.node) or ())[axis]
+        alike: tuple[tuple[Size, Size], ...] = ()
+        if not same(other, capacity):
+            if isinstance(other, int) and isinstance(capacity, int) or not self._readable(other):
+                raise NotMatched("the buffers of keys and values differ in their number of tokens")
+            alike = ((other, capacity),)
+        if not isinstance(capacity, int) and (k.kind != "at" or not self._readable(capacity)):
+            raise NotMatched(
+                f"the buffers have {capacity} tokens, which is known at run time only: compile "
+                "with dynamic=False"
+            )
         return CacheSource(
             "static",
             keys.base if k.kind == "tail" else _read(k),
@@ -109,14 +122,18 @@ class StaticReader:
             past_v=v.node,
             stored_k=k.node if made[0] else None,
             stored_v=v.node if made[0] else None,
-            keep=0 if k.kind == "at" else capacity,
+            keep=0 if k.kind == "at" else int(capacity),
             write=k.kind,
             writes=(k.write, v.write, *k.others, *v.others),
             position=k.position,
             capacity=capacity,
             tokens_first=k.tokens_first,
-            assumed=(*k.assumed, *v.assumed),
+            assumed=(*k.assumed, *v.assumed, *alike),
         )
+
+    def _readable(self, size: Size) -> bool:
+        """Whether a size can be found from the inputs of a call."""
+        return not isinstance(size, torch.SymInt) or size.node.expr.free_symbols <= self.symbols
 
     # ------------------------------------------------------------------ the three kinds
 

@@ -330,6 +330,20 @@ def _is_operator(node: fx.Node) -> bool:
     return getattr(node.target, "__module__", "") in ("_operator", "operator")
 
 
+def input_symbols(graph: fx.Graph) -> set[Any]:
+    """Symbols that are an input of the graph, or a size of one."""
+    found: set[Any] = set()
+    for node in graph.nodes:
+        value = value_of(node) if node.op == "placeholder" else None
+        sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+        found |= {
+            size.node.expr
+            for size in sizes
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol
+        }
+    return found
+
+
 def live_nodes(graph: fx.Graph) -> set[fx.Node]:
     """Nodes that the outputs or a side effect need; the rest are dropped as dead code."""
     live: set[fx.Node] = set()

@@ -102,7 +102,7 @@ class BufferGroup(FunctionalGroup):
         """A new batch with a copy of what is kept of the buffers."""
         size = sizes.of(self.sites[0].shape.batch)
         uses = [site.buffer for site in self.sites if site.buffer is not None]
-        tokens = max(max(before) + sizes.of(self.sites[0].shape.tokens), uses[0].capacity)
+        tokens = max(max(before) + sizes.of(self.sites[0].shape.tokens), sizes.of(uses[0].capacity))
         batch = manager.new_batch(size, len(self.sites), tokens)
         self._warn_of_small_hot(manager, size, config)
         lease = Lease(manager, batch)
@@ -114,7 +114,7 @@ class BufferGroup(FunctionalGroup):
                 continue
             assert site.past_k is not None and site.past_v is not None
             axis = 1 if uses[layer].tokens_first else 2
-            kept = min(before[layer], uses[layer].capacity)  # of a window that has moved
+            kept = min(before[layer], sizes.of(uses[layer].capacity))  # of a window that has moved
             dense = []
             for index in (site.past_k, site.past_v):
                 tensor = dense_of(args[index])[:size].narrow(axis, 0, kept)
@@ -124,21 +124,23 @@ class BufferGroup(FunctionalGroup):
                 torch.ops.kvpass.append(*dense, rows, layer, config.memory.block_size)
         return lease
 
-    def close(self, lease: Lease, outputs: list[Any], args: Sequence[Any]) -> None:
+    def close(
+        self, lease: Lease, outputs: list[Any], args: Sequence[Any], sizes: CallSizes
+    ) -> None:
         """Note what is in the buffers now."""
         for layer, site in enumerate(self.sites):
             use, shape, length = site.buffer, site.shape, lease.batch.lengths[layer]
             assert use is not None
-            start = max(0, length - use.capacity) if shape.keep else 0
+            capacity = sizes.of(use.capacity)
+            start = max(0, length - capacity) if shape.keep else 0
             places = ((site.past_k, site.out_k), (site.past_v, site.out_v))
             for values, (index, positions) in enumerate(places):
                 content = Content(
-                    lease, layer, bool(values), length, start, use.capacity, use.tokens_first
+                    lease, layer, bool(values), length, start, capacity, use.tokens_first
                 )
                 if index is None:
-                    handle = KVHandle.of_buffer(
-                        content, use.sizes[values], shape.dtype, lease.batch.device
-                    )
+                    whole = tuple(map(sizes.of, use.sizes[values]))
+                    handle = KVHandle.of_buffer(content, whole, shape.dtype, lease.batch.device)
                     for position in positions:
                         outputs[position] = handle
                 elif isinstance(args[index], KVHandle):
@@ -195,12 +197,12 @@ def _kept(
     """
     use = site.buffer
     assert use is not None
-    tokens = sizes.of(site.shape.tokens)
+    tokens, capacity = sizes.of(site.shape.tokens), sizes.of(use.capacity)
     if use.position is None:
         known = [content for content in (k, v) if content is not None]
         if len(known) < 2:
-            return use.capacity
-        if any(c.length - c.start != use.capacity for c in known) or k.length != v.length:  # type: ignore[union-attr]
+            return capacity
+        if any(c.length - c.start != capacity for c in known) or k.length != v.length:  # type: ignore[union-attr]
             raise NotCounted
         return known[0].length
     position = sizes.of(use.position)
@@ -213,7 +215,7 @@ def _kept(
                 "do not release this buffer"
             )
     made = site.past_k is None
-    fits = use.write == "tail" or position + tokens <= use.capacity
+    fits = use.write == "tail" or position + tokens <= capacity
     windowed = position > 0 and any(content is not None and content.start for content in (k, v))
     if not fits or position < 0 or (made and position) or windowed:
         raise NotCounted

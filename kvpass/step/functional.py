@@ -168,7 +168,9 @@ class FunctionalGroup:
         block = max(geometry_of(s, config.memory.block_size).block_bytes for s in shapes)
         warn_of_small_hot(manager.tiers.hot.capacity, size * len(shapes) * block)
 
-    def close(self, lease: Lease, outputs: list[Any], args: Sequence[Any]) -> None:
+    def close(
+        self, lease: Lease, outputs: list[Any], args: Sequence[Any], sizes: CallSizes
+    ) -> None:
         """Put handles where the graph returned keys and values."""
         batch: Batch = lease.batch
         for layer, site in enumerate(self.sites):

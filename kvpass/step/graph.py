@@ -92,11 +92,11 @@ class RewrittenGraph:
             return outputs
         if not isinstance(outputs, (list, tuple)):
             for functional, lease in zip(self._functional, leases, strict=True):
-                functional.close(lease, [], args)
+                functional.close(lease, [], args, sizes)
             return outputs
         values = list(outputs)[: len(outputs) - plan.extra]
         for functional, lease in zip(self._functional, leases, strict=True):
-            functional.close(lease, values, args)
+            functional.close(lease, values, args, sizes)
         return type(outputs)(values)
 
     def _tiered_step(self, group: TieredGroup, args: Sequence[Any], sizes: CallSizes) -> Any:
