@@ -248,6 +248,22 @@ def test_changes_in_place(name):
         equal_buffers(both)
 
 
+def test_buffers_of_many_sizes(counts):
+    """The second size makes it a symbol, another one for keys than for values."""
+    model = tiny("llama")
+    reference = copy.deepcopy(model)
+    compile_with(model)
+    (ids,) = prompts(9)
+    reports: list[GraphReport] = []
+    with observed(reports.append):
+        for new in (6, 12, 20, 9):
+            options = {"max_new_tokens": new, "do_sample": False, "cache_implementation": "static"}
+            got = model.generate(input_ids=ids, **options)
+            assert torch.equal(got, reference.generate(input_ids=ids, **options))
+    assert all(report.rewritten == len(report.sites) for report in reports)
+    assert len(reports) <= 4 and counts["plain"] == 0
+
+
 def test_memory_is_freed_with_the_cache():
     pair, both = held()
     batch, tiers = (getattr(both[0].layers[0].keys.content.lease, n) for n in ("batch", "manager"))

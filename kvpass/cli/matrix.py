@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import kvpass
-from kvpass.errors import UnsupportedError
+from kvpass.errors import KVPassWarning, UnsupportedError
 from kvpass.explanation import Explanation
 from kvpass.graph.report import GraphReport, SiteReport, observed
 from model_zoo.architectures import (
@@ -129,7 +129,8 @@ def run_cell(cell: Cell, steps: int, inner: str = "eager") -> Result:
             torch._dynamo.config.patch(fail_on_recompile_limit_hit=True),
             warnings.catch_warnings(),
         ):
-            warnings.filterwarnings("ignore", "hot = .* holds less")  # TIERS are small on purpose
+            # Small tiers and attentions that are left alone are asked for here.
+            warnings.simplefilter("ignore", KVPassWarning)
             cache = make_cache(architecture, model, cell.cache, limit)
             options = {"inner": inner, **TIERS}
             compiled = torch.compile(model, backend=kvpass.backend, options=options)

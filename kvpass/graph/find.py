@@ -106,7 +106,7 @@ class _Finder:
 
     def _refuse_other_readers(self) -> None:
         """Layers may share keys and values, as long as all their attentions are rewritten."""
-        sites = self.result.sites
+        sites = self._alike_masks(self.result.sites)
         while True:
             inside: dict[tuple[fx.Node, fx.Node], set[fx.Node]] = {}
             for site in sites:
@@ -152,6 +152,21 @@ class _Finder:
             else:
                 self.result.refusals.append(Refusal(site.anchor, site.module, reason, "tiered"))
         self.result.sites = kept
+
+    def _alike_masks(self, sites: list[AttentionSite]) -> list[AttentionSite]:
+        """Sites without those that see one shortened cache under different padding or operands."""
+        seen: dict[tuple[fx.Node, fx.Node], set[object]] = {}
+        for site in sites:
+            masks = seen.setdefault((site.source.keys, site.source.values), set())
+            masks.add((site.mask.kv_mask, tuple(term.node for term in site.mask.terms)))
+        kept: list[AttentionSite] = []
+        for site in sites:
+            if site.source.keep and len(seen[site.source.keys, site.source.values]) > 1:
+                reason = "layers share keys and values of a window, under different masks"
+                self.result.refusals.append(Refusal(site.anchor, site.module, reason))
+            else:
+                kept.append(site)
+        return kept
 
     def _opaque(self, node: fx.Node) -> str | None:
         if node.op != "call_function":

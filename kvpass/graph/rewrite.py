@@ -128,7 +128,7 @@ def rewrite(
         node = rows.add(example(family[0].query))
         layers: dict[tuple[fx.Node, fx.Node], int] = {}
         for site in family:
-            layer = layers.setdefault((site.source.keys, site.source.values), len(layers))
+            layer = layers.setdefault(_cache_of(site), len(layers))
             _replace(graph, site, node, layer, block_size, tokens)
     # Only now: an attention's own output may be returned, and has just been replaced.
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
@@ -150,15 +150,18 @@ def rewrite(
                     _buffer_of(site) if source.form == "static" else None,
                 )
             )
-            if source.probe is not None:
-                if source.probe not in plan.probes:
-                    plan.probes.append(source.probe)
-                if source.position is not None:
-                    source.probe.ends.append((plain(source.position), members[-1].shape.tokens))
             for position in (*out_k, *out_v):
                 assert returned is not None
                 returned[position] = None
         plan.functional.append(members)
+    for site in functional:
+        probe = site.source.probe
+        if probe is None:
+            continue
+        if probe not in plan.probes:
+            plan.probes.append(probe)
+        if site.source.position is not None:
+            probe.ends.append((plain(site.source.position), _shape_of(site).tokens))
     if functional and returned is not None:
         output.args = (kind(returned),)
     erased = _erase_dead(graph, sites)
@@ -206,11 +209,20 @@ def keep_effects(graph: fx.Graph) -> int:
     return len(extra)
 
 
+def _cache_of(site: AttentionSite) -> tuple[fx.Node, fx.Node]:
+    """Equal for sites that share keys and values."""
+    source = site.source
+    if source.form == "static" and source.write != "tail":
+        assert source.past_k is not None and source.past_v is not None
+        return source.past_k, source.past_v
+    return source.keys, source.values
+
+
 def _unshared(family: list[AttentionSite]) -> list[AttentionSite]:
     """The first of the sites of each keys and values."""
     first: dict[tuple[fx.Node, fx.Node], AttentionSite] = {}
     for site in family:
-        first.setdefault((site.source.keys, site.source.values), site)
+        first.setdefault(_cache_of(site), site)
     return list(first.values())
 
 
@@ -224,7 +236,7 @@ def _replace(
 ) -> None:
     """Replace one site; ``tokens`` are of the keys and values that have been appended."""
     source = site.source
-    shared = source.keys, source.values
+    shared = _cache_of(site)
     before = example(site.output)
     with graph.inserting_before(site.output):
         last = site.output.prev

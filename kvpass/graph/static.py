@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from kvpass.graph.kv import is_handle
 from kvpass.graph.mask import MaskReader
 from kvpass.graph.operands import Operand
 from kvpass.graph.site import CacheSource, tokens_axis
@@ -95,6 +96,8 @@ class StaticReader:
             _check_new(buffer)
         if not _alike(k.position, v.position) or not _alike(k.batch, v.batch):
             raise NotMatched("keys and values are written to different positions")
+        if is_handle(k.node) != is_handle(v.node):
+            raise NotMatched("only one of the buffers of keys and values has memory of its own")
         made = [op_name(buffer.node) in _MAKERS for buffer in (k, v)]
         if made[0] != made[1]:
             raise NotMatched("only one of the buffers of keys and values is made in this graph")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpass.errors import CacheStateError
 from kvpass.runtime.batch import Batch
 
 
@@ -69,6 +70,7 @@ class Content:
         """Dense copy, ``[B, Hkv, length - start, D]``, or a buffer in the shape it has."""
         if self.memory is not None:
             return self.memory.clone()
+        self.check_whole()
         if self.lease is None:
             return torch.zeros(tuple(shape), dtype=dtype, device=device)
         keys, values = self.lease.manager.gather(self.lease.batch, self.layer, self.length)
@@ -81,6 +83,20 @@ class Content:
         whole = torch.zeros(tuple(shape), dtype=dtype, device=device)
         whole[tuple(slice(size) for size in dense.shape)] = dense
         return whole
+
+    def check_whole(self) -> None:
+        """Nothing of a buffer has been given up.
+
+        Raises:
+            CacheStateError: tokens were written at an earlier position, and blocks behind it are
+                gone.
+        """
+        if self.reach > self.length:
+            raise CacheStateError(
+                f"this static buffer without memory holds {self.length} tokens; what was behind "
+                f"them (up to {self.reach}) was given up when tokens were written at an earlier "
+                "position: read it before, .zero_() it, or do not release it"
+            )
 
     def clear(self) -> None:
         """Forget what a buffer holds; its blocks go with the next step, or with the buffer."""

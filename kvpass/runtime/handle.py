@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from kvpass.errors import KVPassWarning, UnsupportedError
@@ -131,10 +132,20 @@ class KVHandle(Tensor):
         if content is None or not content.capacity:
             raise _no_memory("a change in place")
         if content.memory is None:
+            content.check_whole()
             with torch.inference_mode(False):
                 content.settle(content.dense(self.shape, self.dtype, self.device))
         assert content.memory is not None
         return content.memory
+
+    @property
+    def data(self) -> Tensor:
+        """The handle without its history."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise _no_memory("an assignment to the data")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Shape and dtype; the numbers are not read."""
@@ -229,8 +240,8 @@ class KVHandle(Tensor):
                 continue
             handles = [leaf for leaf in tree_iter(value) if isinstance(leaf, KVHandle)]
             if handles and argument.alias_info.is_write:
-                if not any(handle._is_real() for handle in handles):
-                    return args[0]  # traced: the pass replaces the write, or refuses the graph
+                if all(isinstance(handle.ticket, FakeTensor) for handle in handles):
+                    return args[0]  # traced by Dynamo: the pass replaces or gives memory to it
                 if all(handle.is_buffer for handle in handles):
                     return cls._write(func, args, kwargs)
                 if any(handle._in_buffer for handle in handles):

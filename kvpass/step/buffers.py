@@ -89,6 +89,10 @@ class BufferGroup(FunctionalGroup):
             if len({*before}) > 1 or before[0] > min(batch.lengths):
                 return None
             manager.crop(batch, before[0])  # written again from an earlier position on
+            for pair in pairs:
+                for content in pair:
+                    assert content is not None
+                    content.length = before[0]  # also if this step fails
         return lease
 
     def _copied(

@@ -47,10 +47,12 @@ def _first_of(positions: Tensor) -> int:
     """The first of consecutive positions.
 
     Raises:
-        NotCounted: they are not consecutive.
+        NotCounted: they are not consecutive, or there are none.
     """
     numbers = positions.tolist()
-    first = int(numbers[0]) if numbers else 0
+    if not numbers:
+        raise NotCounted
+    first = int(numbers[0])
     if numbers != list(range(first, first + len(numbers))):
         raise NotCounted
     return first
