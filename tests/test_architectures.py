@@ -26,12 +26,12 @@ CELLS += [
         *(("bloom", "eager"), ("mpt", "eager"), ("t5", "sdpa"), ("whisper", "sdpa")),
     )
 ]
+CELLS += [Cell(name, "static", "sdpa") for name in ("llama", "mistral", "gemma2")]
+CELLS += [Cell("gemma3n", cache, "sdpa") for cache in ("dynamic", "tiered")]
 REFUSED = {
     Cell("llama", "dynamic", "flex"): "flex_attention",
-    Cell("llama", "static", "sdpa"): "static buffer",
     Cell("deepseek_v3", "tiered", "sdpa"): "latent attention",
     Cell("mllama", "dynamic", "sdpa"): "slice of the cache",
-    Cell("gemma3n", "tiered", "sdpa"): "also used by",
     Cell("llama4", "dynamic", "sdpa"): "window",
 }
 

@@ -179,6 +179,7 @@ def sites(draw: Any, spec: Spec, anchor: str = "", forced: str = "") -> Site:
     if product == "baddbmm" or (not keep and chance(draw, 3)):
         bias = sample(draw, "heads", "batch", "all", "keys", "alibi", "alibi of keys")
     single = all(n == 1 for n in spec.steps[1:]) and start != "dense"
+    single &= spec.dynamic is not True  # else how much is cached is a symbol in the prompt too
     if sdpa and visible == "causal" and not padding and not bias and single and chance(draw, 5):
         apply = "is_causal" if not forced else apply
     elif sdpa and bias:

@@ -216,7 +216,8 @@ class _Writer:
         if site.foreign == "is_causal with a past":
             options.append("is_causal=True")
         elif site.apply == "is_causal":
-            options.append("is_causal=n > 1")
+            # SDPA takes no symbol, which `n > 1` is where n is one.
+            options.append("is_causal=True if n > 1 else False")
         else:
             masked = self.visible()
             if site.bias:
