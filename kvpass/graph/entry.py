@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from kvpass.graph.walk import Size, aliases, is_cast, mutates, op_name, tensor_of
+from kvpass.graph.walk import Size, is_cast, op_name, tensor_of, writes_to
 
 Kind = Literal["value", "positions"]
 _INTEGERS = (torch.int64, torch.int32)
@@ -56,16 +56,8 @@ class EntryValues:
 
     def _unwritten(self, node: fx.Node, at: fx.Node) -> bool:
         if node not in self._first_write:
-            family = aliases(node)
-            self._first_write[node] = min(
-                (
-                    self._order[user]
-                    for item in family
-                    for user in item.users
-                    if any(arg in family for arg in mutates(user))
-                ),
-                default=len(self._order),
-            )
+            orders = (self._order[write] for write in writes_to(node))
+            self._first_write[node] = min(orders, default=len(self._order))
         return self._order[at] < self._first_write[node]
 
     def _symbol(self, node: fx.Node) -> torch.SymInt | None:

@@ -112,23 +112,21 @@ class _Finder:
             for site in sites:
                 nodes = inside.setdefault((site.source.keys, site.source.values), set())
                 nodes.update((*site.interior, site.output))
-            refused = {
-                id(site): node
+            strays = {
+                site.anchor: [
+                    (node, user)
+                    for node, user in self.readers[site.anchor]
+                    if user not in inside[site.source.keys, site.source.values]
+                ]
                 for site in sites
-                for node, user in self.readers[site.anchor]
-                if user not in inside[site.source.keys, site.source.values]
             }
-            if not refused:
+            if not any(strays.values()):
                 break
             for site in sites:
-                if id(site) in refused:
-                    node = refused[id(site)]
-                    known = inside[site.source.keys, site.source.values]
-                    others = [user for n, user in self.readers[site.anchor] if user not in known]
-                    reason = f"the cache {node.name} is also used by {_user(others[0])}"
-                    refusal = Refusal(site.anchor, site.module, reason)
-                    self.result.refusals.append(refusal)
-            sites = [site for site in sites if id(site) not in refused]
+                for node, user in strays[site.anchor][:1]:
+                    reason = f"the cache {node.name} is also used by {_user(user)}"
+                    self.result.refusals.append(Refusal(site.anchor, site.module, reason))
+            sites = [site for site in sites if not strays[site.anchor]]
         self.result.sites = sites
 
     def _refuse_repeated_updates(self) -> None:

@@ -10,7 +10,7 @@ from torch import fx
 
 from kvpass.graph.emit import example
 from kvpass.graph.kv import is_handle
-from kvpass.graph.walk import aliases, is_written, mutates, scalar_of
+from kvpass.graph.walk import is_written, scalar_of, writes_to
 from kvpass.runtime.table import MAX_LAYERS
 
 
@@ -54,8 +54,7 @@ def grown(placeholders: list[fx.Node]) -> dict[int, Any]:
         tensor = example(node)
         if not isinstance(tensor, torch.Tensor) or tensor.is_floating_point():
             continue
-        family = aliases(node)
-        writes = {u for item in family for u in item.users if any(a in family for a in mutates(u))}
+        writes = writes_to(node)
         if len(writes) == 1:
             (write,) = writes
             added = scalar_of(write.args[1]) if len(write.args) == 2 and not write.kwargs else None

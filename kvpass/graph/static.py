@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from kvpass.graph.inputs import symbols_of
 from kvpass.graph.kv import is_handle
 from kvpass.graph.mask import MaskReader
 from kvpass.graph.operands import Operand
@@ -27,18 +28,16 @@ from kvpass.graph.values import Index
 from kvpass.graph.walk import (
     NotMatched,
     Size,
-    aliases,
     bind,
     fixed,
-    input_symbols,
     is_cast,
-    mutates,
     op_name,
     proven,
     same,
     scalar_of,
     shape_of,
     tensor_of,
+    writes_to,
 )
 
 Write = Literal["at", "tail", "roll"]
@@ -75,7 +74,8 @@ class StaticReader:
         self.live = live
         self.reader = reader
         self.order = {node: i for i, node in enumerate(graph.nodes)}
-        self.symbols = input_symbols(graph)
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        self.symbols = symbols_of(placeholders).keys()
 
     def source(self, keys: Operand, values: Operand, first: fx.Node) -> CacheSource | None:
         """The static cache behind the operands, or None if there is none.
@@ -103,7 +103,8 @@ class StaticReader:
             raise NotMatched("only one of the buffers of keys and values is made in this graph")
         axis = tokens_axis(k.tokens_first)
         size = (shape_of(k.node) or ())[axis]
-        capacity: Size = size if fixed(size) is None else fixed(size)  # type: ignore[assignment]
+        known = fixed(size)
+        capacity: Size = size if known is None else known
         other = (shape_of(v.node) or ())[axis]
         alike: tuple[tuple[Size, Size], ...] = ()
         if not same(other, capacity):
@@ -156,14 +157,7 @@ class StaticReader:
         return None if operand.tokens_first else self._tail(operand.base)
 
     def _writes(self, buffer: fx.Node) -> list[fx.Node]:
-        family = aliases(buffer)
-        found = {
-            user
-            for item in family
-            for user in item.users
-            if user in self.live and any(arg in family for arg in mutates(user))
-        }
-        return sorted(found, key=self.order.__getitem__)
+        return sorted(writes_to(buffer) & self.live, key=self.order.__getitem__)
 
     def _written(
         self, node: fx.Node, between: tuple[fx.Node, ...], tokens_first: bool
@@ -255,10 +249,10 @@ class StaticReader:
         shape = shape_of(new)
         if batch is False or shape is None or len(shape) != 4:
             return None
-        position = self._position(items[axis], shape[axis], write)
+        position = self._position(items[axis], shape[axis])
         return None if position is None else (new, position, batch)
 
-    def _position(self, index: object, tokens: Size, at: fx.Node) -> Size | None:
+    def _position(self, index: object, tokens: Size) -> Size | None:
         if isinstance(index, slice):
             start, stop = scalar_of(index.start or 0), scalar_of(index.stop)
             if index.step not in (None, 1) or start is None or stop is None:

@@ -330,20 +330,6 @@ def _is_operator(node: fx.Node) -> bool:
     return getattr(node.target, "__module__", "") in ("_operator", "operator")
 
 
-def input_symbols(graph: fx.Graph) -> set[Any]:
-    """Symbols that are an input of the graph, or a size of one."""
-    found: set[Any] = set()
-    for node in graph.nodes:
-        value = value_of(node) if node.op == "placeholder" else None
-        sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
-        found |= {
-            size.node.expr
-            for size in sizes
-            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol
-        }
-    return found
-
-
 def live_nodes(graph: fx.Graph) -> set[fx.Node]:
     """Nodes that the outputs or a side effect need; the rest are dropped as dead code."""
     live: set[fx.Node] = set()
@@ -440,8 +426,18 @@ def _storages(node: fx.Node) -> set[int]:
 
 def is_written(node: fx.Node) -> bool:
     """Whether any call writes to the memory of a node, at whatever time."""
+    return bool(writes_to(node))
+
+
+def writes_to(node: fx.Node) -> set[fx.Node]:
+    """All calls that write to the memory of a node."""
     family = aliases(node)
-    return any(arg in family for item in family for user in item.users for arg in mutates(user))
+    return {
+        user
+        for item in family
+        for user in item.users
+        if any(arg in family for arg in mutates(user))
+    }
 
 
 def written_between(

@@ -56,7 +56,12 @@ class BufferGroup(FunctionalGroup):
         """
         pairs = [(_content(args, site.past_k), _content(args, site.past_v)) for site in self.sites]
         before = [
-            _kept(site, *pair, sizes, site.past_k is not None and not _is_handle(args[site.past_k]))
+            _kept(
+                site,
+                *pair,
+                sizes,
+                site.past_k is not None and not isinstance(args[site.past_k], KVHandle),
+            )
             for site, pair in zip(self.sites, pairs, strict=True)
         ]
         lease = self._lease_of(pairs, before, manager, sizes)
@@ -184,10 +189,6 @@ def _content(args: Sequence[Any], index: int | None) -> Content | None:
         return None
     equal: Content = known[2]
     return equal
-
-
-def _is_handle(tensor: object) -> bool:
-    return isinstance(tensor, KVHandle)
 
 
 def _kept(
