@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-import kvpass.ops  # defines the ops that graphs call
+import kvpass.latent_ops  # defines ops that graphs call
+import kvpass.ops  # likewise
 import kvpass.source_ops  # noqa: F401  # likewise
 from kvpass.config import Config
 from kvpass.errors import KVPassWarning

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,7 @@ def extend(
     mask: Tensor | None,
     bias: Tensor | None,
     out: Tensor,
+    made: Made | None = None,
 ) -> None:
     """Attention of one sequence: stored keys from its blocks, new ones from dense tensors.
 
@@ -41,10 +43,15 @@ def extend(
         mask: bool ``[>= stored + m]``, False = never seen.
         bias: ``[Hq|1, n, >= stored + m]``, bool or float.
         out: ``[n, Hq, Dv]``, written.
+        made: how keys and values are made of what the blocks hold; None: they are that. New keys
+            and values come made already.
     """
     geometry = batch.geometry(layer)
     past = batch.lengths[layer]
     tokens, kv_heads, size = q.shape[1], geometry.kv_heads, geometry.block_size
+    stored_heads = kv_heads
+    if made is not None:
+        kv_heads = made.kv_heads
     if k_new is None or v_new is None:
         k_new = q.new_empty(kv_heads, 0, q.shape[2])
         v_new = q.new_empty(kv_heads, 0, geometry.head_dim_v)
@@ -59,15 +66,17 @@ def extend(
         return
     for begin in range(0, tokens, QUERY_TILE):
         end = min(begin + QUERY_TILE, tokens)
-        tile = _Tile(q[:, begin:end], kv_heads, geometry.head_dim_v, scoring)
+        tile = _Tile(q[:, begin:end], kv_heads, out.shape[2], scoring)
         span = _Span(past, begin, end, scoring, mask, bias)
         seen = scoring.first_seen(past + begin)
         for i in range(seen // size, geometry.blocks_for(past) if seen < past else 0):
             first, last = i * size, min((i + 1) * size, past)
-            keys = row[i].k.unflatten(0, (kv_heads, -1)).flatten(1, 2)
-            values = row[i].v.unflatten(0, (kv_heads, -1)).flatten(1, 2)
+            keys = row[i].k.unflatten(0, (stored_heads, -1)).flatten(1, 2)[:, : last - first]
+            values = row[i].v.unflatten(0, (stored_heads, -1)).flatten(1, 2)[:, : last - first]
+            if made is not None:
+                keys, values = made.of(keys, values)
             tile.visit(
-                keys[:, : last - first], values[:, : last - first],
+                keys, values,
                 span.visible(first, last), span.added(first, last),
             )  # fmt: skip
         start = max(seen - past, 0) // size * size
@@ -78,6 +87,19 @@ def extend(
                 span.visible(past + first, past + last), span.added(past + first, past + last),
             )  # fmt: skip
         out[begin:end].copy_(tile.result().transpose(0, 1))
+
+
+@dataclass(frozen=True)
+class Made:
+    """Keys and values that are made of what the blocks hold.
+
+    Attributes:
+        kv_heads: heads of the keys that are made.
+        of: from ``[stored heads, t, Dk]`` and ``[stored heads, t, Dv]`` to keys and values.
+    """
+
+    kv_heads: int
+    of: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def _repeat(x: Tensor, heads: int) -> Tensor:

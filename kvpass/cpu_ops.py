@@ -122,18 +122,11 @@ def attend(
     if window >= batch.lengths[layer] + new:
         window = 0  # it covers everything
     scoring = Scoring(scale, causal, softcap, window, None if sinks is None else sinks.float())
-    if kv_mask is not None:
-        kv_mask = kv_mask.to(torch.bool)
-        if bool(kv_mask.all()):
-            kv_mask = None
-    for sequence in range(size):
-        mask = None if kv_mask is None else kv_mask[sequence]
-        extra = None
-        if bias is not None:
-            extra = bias[sequence if bias.shape[0] > 1 else 0]
+    masks = masks_of(size, kv_mask, bias)
+    for sequence, (mask, extra) in enumerate(masks):
         row = batch.blocks[layer][sequence]
         if tokens == 1:
-            _decode(batch, layer, sequence, row, new, q[sequence], scoring, mask, extra,
+            decode(batch, layer, sequence, row, new, q[sequence], scoring, mask, extra,
                     out[sequence])  # fmt: skip
         else:
             k = None if k_new is None else k_new[sequence]
@@ -142,7 +135,24 @@ def attend(
     return out
 
 
-def _decode(
+def masks_of(
+    size: int, kv_mask: Tensor | None, bias: Tensor | None
+) -> list[tuple[Tensor | None, Tensor | None]]:
+    """Padding mask and bias of each of ``size`` sequences; None for one that hides nothing."""
+    if kv_mask is not None:
+        kv_mask = kv_mask.to(torch.bool)
+        if bool(kv_mask.all()):
+            kv_mask = None
+    return [
+        (
+            None if kv_mask is None else kv_mask[i],
+            None if bias is None else bias[i if bias.shape[0] > 1 else 0],
+        )
+        for i in range(size)
+    ]
+
+
+def decode(
     batch: Batch,
     layer: int,
     sequence: int,
@@ -153,7 +163,23 @@ def _decode(
     mask: Tensor | None,
     bias: Tensor | None,
     out: Tensor,
+    latent: bool = False,
 ) -> None:
+    """Attention of the last token of one sequence.
+
+    Args:
+        batch: as for :func:`attend`.
+        layer: index of the layer.
+        sequence: index of the sequence.
+        row: its blocks.
+        new: tokens that are appended but not counted yet.
+        q: ``[Hq, 1, Dk]``; with ``latent`` ``[Hq, 1, Dk + Dv]``.
+        scoring: from products to scores.
+        mask: bool ``[>= stored + new]``, or None.
+        bias: ``[Hq|1, 1, >= stored + new]``, or None.
+        out: ``[1, Hq, Dv]``, written; with ``latent`` ``[1, Hq, Dk]``.
+        latent: blocks hold latents and rotary keys: both are keys, the latents are the values.
+    """
     geometry = batch.geometry(layer)
     kv_heads, pages, size = geometry.kv_heads, geometry.pages, geometry.block_size
     total = batch.lengths[layer] + new
@@ -173,11 +199,15 @@ def _decode(
         else (q.reshape(kv_heads, group, -1).float())
     )
     query = (query * scoring.factor).repeat_interleave(pages, 0)  # [Hkv * pages, G, Dk]
+    query, turned = query[..., : geometry.head_dim_k], query[..., geometry.head_dim_k :]
     scores = torch.empty((count, kv_heads * pages, group, PAGE_SIZE), dtype=torch.float32)
     direct = geometry.dtype == torch.float32
     for i in range(count):
         keys = row[i].k if direct else row[i].k.float()
         torch.bmm(query, keys.transpose(1, 2), out=scores[i])
+        if latent:
+            rotary = row[i].v if direct else row[i].v.float()
+            scores[i].baddbmm_(turned, rotary.transpose(1, 2))
     # [Hkv, G, blocks, pages, 32]: the keys of a head in order of position
     ordered = scores.view(count, kv_heads, pages, group, PAGE_SIZE).permute(1, 3, 0, 2, 4)
     flat = scoring.cap_(ordered.reshape(kv_heads, group, count * size))
@@ -197,10 +227,12 @@ def _decode(
     _count_accesses(batch, layer, sequence, weights, first, count, size)
     parts = weights.view(kv_heads, group, count, pages, PAGE_SIZE).permute(2, 0, 3, 1, 4)
     parts = parts.reshape(count, kv_heads * pages, group, PAGE_SIZE)
-    sums = torch.empty((count, kv_heads * pages, group, geometry.head_dim_v), dtype=torch.float32)
+    width = geometry.head_dim_k if latent else geometry.head_dim_v
+    sums = torch.empty((count, kv_heads * pages, group, width), dtype=torch.float32)
     tail = end - (count - 1) * size
     for i in range(count):
-        values = row[i].v if direct else row[i].v.float()
+        values = row[i].k if latent else row[i].v
+        values = values if direct else values.float()
         if i == count - 1 and tail < size:
             values = _without_tail(values, kv_heads, pages, tail)
         torch.bmm(parts[i], values, out=sums[i])

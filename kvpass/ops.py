@@ -89,7 +89,7 @@ def _attend_cpu(
         q, k_new, v_new, token, scale, causal, softcap, window, sinks, kv_heads, head_dim_v
     )
     if q.shape[0] == 0:
-        return _empty(q, new.head_dim_v)
+        return empty_output(q, new.head_dim_v)
     batch = directory.batch_of(rows)
     known = batch.geometry(layer)
     if (known.kv_heads, known.head_dim_v) != (new.kv_heads, new.head_dim_v):
@@ -100,7 +100,7 @@ def _attend_cpu(
     # Under autocast the products below would round to 16 bits, whatever the dtype of the cache.
     with torch.autocast("cpu", enabled=False):
         out = cpu_ops.attend(
-            batch, layer, q, k_new, v_new, scale, causal, kv_mask, _full(bias, q.shape[2]),
+            batch, layer, q, k_new, v_new, scale, causal, kv_mask, full_bias(bias, q.shape[2]),
             softcap, window, sinks,
         )  # fmt: skip
     return out.transpose(1, 2)
@@ -143,7 +143,7 @@ def _attend_cuda(
         "block_size": block_size,
         "scale": scale,
         "kv_mask": kv_mask,
-        "bias": _full(bias, q.shape[2]),
+        "bias": full_bias(bias, q.shape[2]),
         "softcap": softcap,
         "window": window,
         "sinks": sinks,
@@ -162,11 +162,11 @@ def _attend_cuda(
             max_blocks=tables.max_blocks,
             **options,
         )
-        return _token_major(out)
+        return token_major(out)
     out = triton_ops.attend_extend(
         q, k_new, v_new, rows[layer], tables.base, tables.length, causal=causal, **options
     )
-    return _token_major(out)
+    return token_major(out)
 
 
 def _check(
@@ -206,7 +206,7 @@ def _check(
     return new
 
 
-def _full(bias: Tensor | None, queries: int) -> Tensor | None:
+def full_bias(bias: Tensor | None, queries: int) -> Tensor | None:
     """A mask or bias of any broadcastable shape as ``[B|1, Hq|1, queries, keys]``, by strides."""
     if bias is None:
         return None
@@ -221,7 +221,7 @@ def _full(bias: Tensor | None, queries: int) -> Tensor | None:
 _MANY = 1 << 30
 
 
-def _token_major(out: Tensor) -> Tensor:
+def token_major(out: Tensor) -> Tensor:
     """The same ``[B, Hq, n, Dv]`` laid out as ``[B, n, Hq, Dv]``, as the fake op promises."""
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -248,10 +248,10 @@ def _attend_fake(
     kv_heads: int = 0,
     head_dim_v: int = 0,
 ) -> Tensor:
-    return _empty(q, head_dim_v if v_new is None else v_new.shape[3])
+    return empty_output(q, head_dim_v if v_new is None else v_new.shape[3])
 
 
-def _empty(q: Tensor, head_dim_v: int) -> Tensor:
+def empty_output(q: Tensor, head_dim_v: int) -> Tensor:
     """An uninitialised ``[B, Hq, n, Dv]`` laid out as ``[B, n, Hq, Dv]``."""
     size, heads, tokens, _ = q.shape
     return q.new_empty((size, tokens, heads, head_dim_v)).transpose(1, 2)
@@ -303,7 +303,12 @@ torch.library.register_fake("kvpass::cache_update", _cache_update_fake, lib=_LIB
 torch.library.register_fake("kvpass::materialize", _materialize_fake, lib=_LIBRARY)
 
 
-def _no_backward(ctx: object, *grads: Tensor) -> None:
+def refuse_backward(ctx: object, *grads: Tensor) -> None:
+    """The backward of every op of a cache.
+
+    Raises:
+        UnsupportedError: always.
+    """
     raise UnsupportedError(
         "gradients cannot flow through a tiered KV cache: train without a cache (use_cache=False), "
         "or call the model under torch.no_grad()"
@@ -311,4 +316,4 @@ def _no_backward(ctx: object, *grads: Tensor) -> None:
 
 
 for _name in ("cache_update", "append", "attend"):
-    torch.library.register_autograd(f"kvpass::{_name}", _no_backward, lib=_LIBRARY)
+    torch.library.register_autograd(f"kvpass::{_name}", refuse_backward, lib=_LIBRARY)

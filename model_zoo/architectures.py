@@ -296,6 +296,21 @@ _ALL = (
             "first_k_dense_replace": 1,
             "num_mtp_layers": 0,
         },
+        attentions=("sdpa", "eager"),
+        static=True,
+    ),
+    Architecture(
+        "minicpm3",
+        "MiniCPM3Config",
+        _MLP
+        | {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+        },
     ),
     Architecture(
         "mllama",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from kvpass.graph.latent import Latent
 from kvpass.graph.pointwise import MaskTerm
 from kvpass.graph.walk import shape_of
 
@@ -56,6 +57,16 @@ def scaled_query(graph: fx.Graph, query: fx.Node, factors: tuple[fx.Node, ...]) 
     for factor in factors:
         query = call(graph, torch.mul, query, factor)
     return query
+
+
+def latent_weights(graph: fx.Graph, latent: Latent) -> tuple[fx.Node, fx.Node]:
+    """The weights ``[H, Dn, L]`` of keys and ``[H, Dv, L]`` of values."""
+    weight = call(graph, torch.unflatten, latent.weight, 0, (latent.heads, -1))
+    width = example(weight).shape[1]
+    return (
+        call(graph, torch.narrow, weight, 1, 0, latent.nope),
+        call(graph, torch.narrow, weight, 1, latent.nope, width - latent.nope),
+    )
 
 
 def operand(graph: fx.Graph, terms: tuple[MaskTerm, ...], heads: int) -> fx.Node | None:

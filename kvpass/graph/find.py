@@ -20,6 +20,7 @@ from kvpass.graph.kv import (
     is_update,
     placed_mask,
 )
+from kvpass.graph.latent import Latent, read_latent
 from kvpass.graph.legality import site_refusal
 from kvpass.graph.mask import MaskReader
 from kvpass.graph.operands import Operand, behind_transpose, kv_heads, unfold_query, unrepeat
@@ -205,23 +206,35 @@ class _Finder:
         chain = match_sdpa(node) if sdpa else match_softmax(node, self.live)
         keys, values = unrepeat(chain.keys), unrepeat(chain.values)
         query = unfold_query(chain.query)
+        factor = keys.factor
+        latent = read_latent(keys.base, values.base, self.live)
+        if latent is not None:
+            _check_operands(query, keys, values)
+            self._check_heads(query, keys, values, chain.grouped)
+            chain.interior += [*keys.between, *values.between, *latent.between]
+            keys, values = (
+                Operand(latent.latents, latent.latents, ()),
+                Operand(latent.rotary, latent.rotary, ()),
+            )
         first = min((*chain.interior, chain.anchor), key=self.order.__getitem__)
         keys, values, source = self._source(keys, values, first)
         _check_operands(query, keys, values)
         check_new(source, query.base)
-        self._check_heads(query, keys, values, chain.grouped)
+        if latent is None:
+            factor = keys.factor
+            self._check_heads(query, keys, values, chain.grouped)
         interior = self._interior(chain, keys, values)
         self._check_users(chain, source, interior)
         mask = read_mask(self.reader, chain, query.base, source)
         source = self._with_assumptions(source, mask)
         mask = placed_mask(source, query.base, mask)
-        self._check_writes(chain, query.base, source, mask, interior)
+        self._check_writes(chain, query.base, source, mask, interior, latent)
         scores = chain.scores
         return AttentionSite(
             anchor=node,
             output=chain.output,
             query=query.base,
-            scale=scores.scale * keys.factor,
+            scale=scores.scale * factor,
             softcap=scores.softcap,
             factors=tuple(scores.factors),
             sinks=scores.sinks,
@@ -229,6 +242,7 @@ class _Finder:
             source=source,
             module=module_path(node) or f"attention[{self.count}]",
             interior=interior,
+            latent=latent,
         )
 
     def _source(
@@ -374,10 +388,12 @@ class _Finder:
         source: CacheSource,
         mask: MaskSpec,
         interior: tuple[fx.Node, ...],
+        latent: Latent | None,
     ) -> None:
         """Inputs are read at the output of the site from now on: nothing may write them before."""
         inputs = [query, source.k_new, source.v_new, mask.kv_mask, chain.scores.sinks]
         inputs += [term.node for term in mask.terms]
+        inputs += [latent.weight] if latent is not None else []
         inputs += [source.past_k, source.past_v, source.keys, source.values]
         given = [node for node in inputs if node is not None]
         start = min(self.order[node] for node in (*given, *interior))

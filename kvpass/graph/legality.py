@@ -6,15 +6,19 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from kvpass.graph.latent import Latent
 from kvpass.graph.site import AttentionSite
 from kvpass.graph.walk import same, same_shape, tensor_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+MAX_LATENT_DIM, MAX_ROTARY_DIM = 512, 128
 
 
 def site_refusal(site: AttentionSite) -> str | None:
     """Why a matched site cannot be rewritten, or None if it can."""
+    if site.latent is not None:
+        return _latent_refusal(site, site.latent)
     query, keys, values = (
         tensor_of(node) for node in (site.query, site.source.keys, site.source.values)
     )
@@ -59,6 +63,51 @@ def site_refusal(site: AttentionSite) -> str | None:
         )
     expected = (query.shape[0], heads, query.shape[2], values.shape[3])
     folded = (query.shape[0] * heads, *expected[2:])
+    if not same_shape(output.shape, expected) and not same_shape(output.shape, folded):
+        return f"the output {tuple(output.shape)} is not {tuple(expected)}"
+    return None
+
+
+def _latent_refusal(site: AttentionSite, latent: Latent) -> str | None:
+    nodes = (site.query, latent.latents, latent.rotary, latent.weight, site.output)
+    query, latents, rotary, weight, output = (tensor_of(node) for node in nodes)
+    if query is None or latents is None or rotary is None or weight is None or output is None:
+        return "query, latents, weight or output have no known shape"
+    tensors = (query, latents, rotary, weight, output)
+    if any(tensor.dim() != 4 for tensor in (query, latents, rotary)):
+        return "latents and rotary keys: only [batch, 1, tokens, channels]"
+    if site.source.tokens_first:
+        return "latents of [batch, tokens, 1, channels] are not supported"
+    if site.source.k_new is None:
+        return "latents that are only read are not supported"
+    if site.sinks is not None:
+        return "attention sinks over latents are not supported"
+    if query.dtype not in DTYPES:
+        return f"dtype {query.dtype}: only float32, float16 and bfloat16 are supported"
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        return f"query, latents, their weight and the output differ in dtype ({weight.dtype})"
+    if len({tensor.device for tensor in tensors}) > 1:
+        return "query, latents and their weight are on different devices"
+    widths = [tensor.shape[-1] for tensor in (query, latents, rotary, output)]
+    if not all(isinstance(width, int) for width in widths):
+        return "the channels of query, latents or output are not static"
+    width, channels, turned, _ = widths
+    if not MIN_HEAD_DIM <= channels <= MAX_LATENT_DIM:
+        return f"latents of {channels} channels: supported are {MIN_HEAD_DIM} to {MAX_LATENT_DIM}"
+    if not MIN_HEAD_DIM <= turned <= MAX_ROTARY_DIM:
+        return f"rotary keys of {turned} channels: supported are {MIN_HEAD_DIM} to {MAX_ROTARY_DIM}"
+    if width != latent.nope + turned:
+        return f"queries of {width} channels, keys of {latent.nope + turned}"
+    if query.shape[1] != latent.heads:
+        return f"{query.shape[1]} query heads and {latent.heads} heads of keys differ"
+    if not same(latents.shape[1], 1) or not same(rotary.shape[1], 1):
+        return "latents and rotary keys must be the same for all heads"
+    batches = (latents.shape[0], rotary.shape[0])
+    if not all(same(query.shape[0], batch) for batch in batches):
+        return f"batch {query.shape[0]} of the query and {batches} of what is cached differ"
+    rows = weight.shape[0] // latent.heads - latent.nope
+    expected = (query.shape[0], latent.heads, query.shape[2], rows)
+    folded = (query.shape[0] * latent.heads, *expected[2:])
     if not same_shape(output.shape, expected) and not same_shape(output.shape, folded):
         return f"the output {tuple(output.shape)} is not {tuple(expected)}"
     return None

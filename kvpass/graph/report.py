@@ -101,7 +101,7 @@ def report_graph(graph: fx.Graph, result: FindResult, refusal: str | None) -> Gr
     found: list[tuple[int, SiteReport]] = []
     for site in result.sites:
         words = site.mask.describe()
-        report = SiteReport(site.module, site.source.form, words, refusal is None, refusal or "")
+        report = SiteReport(site.module, site.form, words, refusal is None, refusal or "")
         found.append((order[site.anchor], report))
     for refused in result.refusals:
         report = SiteReport(refused.module, refused.form, "", False, refused.reason)

@@ -15,7 +15,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from kvpass.graph.emit import call, example, operand, scaled_query, size_of, total
+from kvpass.graph.emit import (
+    call,
+    example,
+    latent_weights,
+    operand,
+    scaled_query,
+    size_of,
+    total,
+)
 from kvpass.graph.entry import EntryValues
 from kvpass.graph.inputs import Rows, give_memory, grown, plain, symbols_of
 from kvpass.graph.kv import address, is_handle, is_update
@@ -249,10 +257,12 @@ def _replace(
             token = tokens[shared] = call(
                 graph, torch.ops.kvpass.append.default, k_new, v_new, rows, layer, block_size
             )
+        weights = () if site.latent is None else latent_weights(graph, site.latent)
         out = call(
             graph,
-            torch.ops.kvpass.attend.default,
+            torch.ops.kvpass.attend_latent.default if weights else torch.ops.kvpass.attend.default,
             scaled_query(graph, site.query, site.factors),
+            *weights,
             k_new,
             v_new,
             token,

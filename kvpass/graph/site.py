@@ -9,6 +9,7 @@ from typing import Literal
 from torch import fx
 
 from kvpass.graph.entry import EntryValues
+from kvpass.graph.latent import Latent
 from kvpass.graph.pointwise import MaskTerm
 from kvpass.graph.probe import Probe
 from kvpass.graph.walk import Size, same, shape_of
@@ -122,6 +123,7 @@ class AttentionSite:
     ``scale`` carries. ``factors`` are scales known at run time only, ``softcap`` 0 for none,
     ``sinks`` extra logits [Hq] of the softmax without values.
     ``interior`` are the nodes between the source and the output, which must have no other users.
+    With ``latent`` the source holds latents and rotary keys, of which keys and values are made.
     """
 
     anchor: fx.Node
@@ -135,6 +137,12 @@ class AttentionSite:
     softcap: float = 0.0
     factors: tuple[fx.Node, ...] = ()
     sinks: fx.Node | None = None
+    latent: Latent | None = None
+
+    @property
+    def form(self) -> str:
+        """The cache form in words."""
+        return f"{self.source.form} latents" if self.latent else self.source.form
 
 
 @dataclass(frozen=True)

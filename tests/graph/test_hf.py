@@ -240,7 +240,10 @@ def test_gpt_oss_knows_its_sinks_and_its_router_is_ignored() -> None:
         assert (site.mask.causal, site.mask.window) == (True, 0 if layer else 8)
 
 
-def test_deepseek_is_refused_for_its_latents() -> None:
+@pytest.mark.parametrize("family", ["DeepseekV2", "DeepseekV3", "MiniCPM3"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_latents(family: str, attention: str) -> None:
+    """Latents and rotary keys are cached, keys and values of all heads are made no more."""
     config = {
         **{"vocab_size": 64, "hidden_size": 64, "intermediate_size": 48},
         **{"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4},
@@ -248,10 +251,10 @@ def test_deepseek_is_refused_for_its_latents() -> None:
         **{"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16},
         **{"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1},
     }
-    recorder = record("DeepseekV3", config, "sdpa", tokens=2)
-    sites(recorder, 0, refusals=1)
-    for found in recorder.found:
-        assert "latent attention" in found.refusals[0].reason
+    for site in sites(record(family, config, attention, tokens=3), 1):
+        assert site.latent is not None
+        assert (site.latent.heads, site.latent.nope) == (4, 16)
+        assert "kv_b_proj" in site.latent.weight.name
 
 
 def test_t5_reads_cross_attention_from_handles_only() -> None:
