@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,6 @@ import kvpass.latent_ops  # defines ops that graphs call
 import kvpass.ops  # likewise
 import kvpass.source_ops  # noqa: F401  # likewise
 from kvpass.config import Config
-from kvpass.errors import KVPassWarning
 from kvpass.graph.find import find_sites
 from kvpass.graph.inputs import give_memory
 from kvpass.graph.kv import is_update
@@ -31,6 +29,7 @@ from kvpass.graph.rewrite import keep_effects, rewrite
 from kvpass.runtime.manager import Manager
 from kvpass.runtime.table import normalize
 from kvpass.step import RewrittenGraph, with_memory
+from kvpass.warn import warn_user
 
 _managers: dict[tuple[str, torch.device], Manager] = {}
 _lock = threading.Lock()
@@ -184,7 +183,7 @@ def _warn_once(message: str) -> None:
         if message in _warned:
             return
         _warned.add(message)
-    warnings.warn(f"kvpass: {message}", KVPassWarning, stacklevel=3)
+    warn_user(f"kvpass: {message}")
 
 
 __all__ = ["GraphReport", "backend", "compile_inner", "manager_for"]

@@ -9,7 +9,6 @@ still gives the right keys and values, as dense copies.
 from __future__ import annotations
 
 import threading
-import warnings
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from kvpass.errors import (
     CacheStateError,
     CapacityError,
     ConfigError,
-    KVPassWarning,
     ShapeError,
     UnsupportedError,
 )
@@ -34,6 +32,7 @@ from kvpass.runtime.manager import Manager
 from kvpass.runtime.metrics import Snapshot
 from kvpass.runtime.table import normalize
 from kvpass.sizes import warn_of_small_hot
+from kvpass.warn import warn_user
 
 KNOWN_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
@@ -101,12 +100,10 @@ class TieredState:
         _check_pair(k, v, layer, self.layers)
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            warn_user(
                 "a TieredCache is used outside a graph rewritten by kvpass: every step copies the "
                 "whole cache together. Compile the model with model.compile(backend="
-                "kvpass.backend) under torch.no_grad(); kvpass.explain says what is rewritten",
-                KVPassWarning,
-                stacklevel=2,
+                "kvpass.backend) under torch.no_grad(); kvpass.explain says what is rewritten"
             )
         geometry = BlockGeometry(
             k.shape[1], k.shape[3], v.shape[3], k.dtype, self.config.memory.block_size
@@ -280,6 +277,14 @@ class TieredCache:
         """Tokens stored."""
         return self._lengths[layer_idx]
 
+    @property
+    def shortest(self) -> int:
+        """Tokens in the layer with the fewest, of those that hold any.
+
+        Layers that share keys and values with others hold none.
+        """
+        return min((stored for stored in self._lengths if stored), default=0)
+
     def __len__(self) -> int:
         """Layers."""
         return len(self._lengths)
@@ -299,9 +304,9 @@ class TieredCache:
             raise CapacityError(f"truncate({length!r}): give the number of tokens to keep, >= 0")
         state = self._state
         if state.batch is not None and state.manager is not None:
-            length = min(length, *self._lengths)
+            length = min(length, self.shortest)
             state.manager.crop(state.batch, length)
-            self._set_lengths(length)
+            self._lengths = [min(length, stored) for stored in self._lengths]
 
     def select(self, sequences: list[int]) -> None:
         """Keep these sequences, in this order; repeated ones share full blocks."""

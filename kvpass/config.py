@@ -142,7 +142,8 @@ class MemoryConfig(BaseModel):
         "auto", description="Size of the hot arena; 'auto' takes what the device has left."
     )
     cold: SizeOrAuto = Field(
-        "auto", description="Size of the cold arena; 'auto' is what the capacity asked for needs."
+        "auto",
+        description="Size of the cold arena; 'auto' is half of the host memory, or disk, that is free.",
     )
     cold_dir: Directory = Field(
         None,
@@ -152,13 +153,16 @@ class MemoryConfig(BaseModel):
         0.8, gt=0, le=1, description="Share of the hot arena in use at which demotion starts."
     )
     min_frequency: Number = Field(
-        2.0, ge=0, description="Accesses in a window below which a block may be demoted."
+        2.0,
+        ge=0,
+        description="Accesses in a window below which a block may be demoted, and from which one "
+        "is promoted.",
     )
     resident_tokens: Integer = Field(
         1024, ge=0, description="First tokens of a sequence that stay in the hot arena."
     )
     heat_interval: Integer = Field(
-        64, ge=1, description="Tokens between two readings of the heat counters."
+        64, ge=1, description="Decode steps between two readings of the heat counters, a window."
     )
     poison: Boolean = Field(
         False, description="Fill freed slots with a pattern, so that a stale read shows."
@@ -290,8 +294,23 @@ def _explain(error: ValidationError, given: Mapping[str, Written]) -> Iterator[s
             for end in range(len(fault["loc"]), 0, -1)
             if (name := ".".join(map(str, fault["loc"][:end]))) in OPTIONS
         )
-        cause = fault.get("ctx", {}).get("error")
-        yield f"{_assignment(given[option])}: {cause or fault['msg']}"
+        context = fault.get("ctx", {})
+        cause = context.get("error") or _in_words(fault["type"], context) or fault["msg"]
+        yield f"{_assignment(given[option])}: {cause}"
+
+
+def _in_words(kind: str, context: Mapping[str, Any]) -> str | None:
+    """What to write instead, of the faults that pydantic itself finds."""
+    if kind == "literal_error":
+        return f"write one of {context['expected']}"
+    for name, limit in (
+        ("greater_than_equal", "at least {ge}"),
+        ("greater_than", "more than {gt}"),
+        ("less_than_equal", "at most {le}"),
+    ):
+        if kind == name:
+            return f"write {limit.format(**context)}"
+    return None
 
 
 def _from_file(path: Path) -> dict[str, Written]:

@@ -128,7 +128,7 @@ class TransformersTieredCache(TieredCache, Cache):
         except TypeError:
             raise CapacityError(f"crop({given!r}): give a whole number of tokens") from None
         if count < 0:
-            self.truncate(max(0, min(self._lengths) + count))
+            self.truncate(max(0, self.shortest + count))
         elif count > 0:
             self.truncate(count)
 

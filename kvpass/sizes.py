@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import operator
 import re
-import warnings
 from fractions import Fraction
 
-from kvpass.errors import ConfigError, KVPassWarning
+from kvpass.errors import ConfigError
+from kvpass.warn import warn_user
 
 _DECIMAL = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _BINARY = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -65,12 +65,10 @@ def warn_of_small_hot(hot: int, needed: int) -> None:
     if hot >= needed:
         return
     unit, factor = ("KiB", 2**10) if needed < 2**20 else ("MiB", 2**20)
-    warnings.warn(
+    warn_user(
         f"hot = {format_size(hot)} holds less than one block of every layer and sequence, so even "
         "the newest tokens are written to the cold tier: right, but slow. Give at least "
-        f"hot='{-(-needed // factor)}{unit}', or a smaller block_size",
-        KVPassWarning,
-        stacklevel=4,
+        f"hot='{-(-needed // factor)}{unit}', or a smaller block_size"
     )
 
 
@@ -82,7 +80,9 @@ def _parse_text(text: str) -> int:
     if not unit:
         raise _bad(text, "the unit is missing")
     if unit not in _UNITS:
-        raise _bad(text, f"unknown unit {unit!r}")
+        known = {unit + "ib": f", did you mean {unit.upper()}iB?", unit + "b": ""}
+        hint = next((text for name, text in known.items() if name in _UNITS), "")
+        raise _bad(text, f"unknown unit {unit!r}{hint}")
     size = int(Fraction(number.rstrip(".")) * _UNITS[unit])
     return -size if sign == "-" else size
 

@@ -54,6 +54,7 @@ def command(
     running.check_options(inner=inner, hot=hot)
     if graph is not None:
         check_folder(graph)
+    running.say(f"loading {model}")
     loaded = running.load(model)
     prompt = torch.tensor([loaded.tokenizer.encode(PROMPT)])
     own = via is Via.own
@@ -70,12 +71,14 @@ def command(
         caches["DynamicCache"] = reference_cache = lambda: DynamicCache(config=network.config)
     reference = None
     if verify:
+        running.say(f"decoding {verify} tokens uncompiled")
         reference = running.decode(
             step_of(network, reference_cache()), prompt, verify, keep_logits=True
         )
     results: list[dict[str, Any]] = []
     failed = False
     for name, make in caches.items():
+        running.say(f"tracing with {name}")
         with explaining(network, texts=graph is not None) as (module, reports):
             running.decode(step_of(module, make()), prompt, 3)
         explanation = Explanation(tuple(reports))
@@ -83,6 +86,7 @@ def command(
             explanation.write(graph, name)
         row: dict[str, Any] = {"cache": name, **explanation.as_dict()}
         if reference is not None:
+            running.say(f"decoding {verify} tokens with {name}, inner {inner}")
             step = step_of(running.compiled(network, inner), make())
             ours = running.decode(step, prompt, verify, keep_logits=True)
             row["tokens_equal"] = ours.tokens == reference.tokens

@@ -46,6 +46,8 @@ def command(
     if (prompt is None) == (prompt_file is None):
         raise ConfigError("give one of --prompt and --prompt-file")
     running.check_options(inner=inner, hot=hot)
+    if prompt is not None and not prompt:
+        raise ConfigError("--prompt is empty: give some text")
     if prompt_file is not None:
         try:
             prompt = prompt_file.read_text(encoding="utf-8")
@@ -53,6 +55,7 @@ def command(
             raise ConfigError(f"--prompt-file {prompt_file}: {error}") from error
     assert prompt is not None
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    running.say(f"loading {model}")
     loaded = running.load(model, device)
     tokenizer = loaded.tokenizer
     ids = (
@@ -72,6 +75,7 @@ def command(
     stop = frozenset(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
     cache = kvpass.TieredCache(loaded.config, len(ids) + max_new_tokens, hot=hot)
     decoder: Any = running.compiled(loaded.decoder, inner)
+    running.say("compiling; the first tokens take half a minute or more with inductor")
     with running.progress("tokens", max_new_tokens) as advance:
         run = running.decode(
             running.own_step(decoder, cache), tokens, max_new_tokens, stop=stop, on_token=advance

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -156,6 +157,11 @@ def compiled(module: Any, inner: str | None) -> Any:
     """The module through kvpass.backend; without ``inner``, with the environment's."""
     options: dict[str, Any] = {} if inner is None else {"inner": inner}
     return torch.compile(module, backend=kvpass.backend, options=options)
+
+
+def say(message: str) -> None:
+    """A line on stderr, before something that takes long."""
+    print(f"{message} ...", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from kvpass.graph.latent import Latent
 from kvpass.graph.site import AttentionSite
 from kvpass.graph.walk import same, same_shape, tensor_of
+from kvpass.runtime.handle import KVHandle
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
@@ -118,6 +120,8 @@ def graph_refusal(gm: fx.GraphModule) -> str | None:
 
     The ops of a cache have no gradient, so a graph that may be differentiated is left alone.
     """
+    if any(map(_in_transform, gm.graph.nodes)):
+        return "it is traced inside a transform, as torch.func.functionalize is: compile outside it"
     name = _trainable(gm)
     if name is None:
         return None
@@ -128,6 +132,11 @@ def graph_refusal(gm: fx.GraphModule) -> str | None:
         if node.op == "call_function" and enables:
             return "gradients are enabled inside the graph: remove torch.enable_grad()"
     return None
+
+
+def _in_transform(node: fx.Node) -> bool:
+    value = tensor_of(node) if node.op == "placeholder" else None
+    return value is not None and not isinstance(value, (FakeTensor, KVHandle))
 
 
 def _trainable(gm: fx.GraphModule) -> str | None:

@@ -346,10 +346,13 @@ def _masking(node: fx.Node, factor: float) -> tuple[fx.Node, MaskTerm]:
     if not from_product(filled):
         raise NotMatched(f"{describe(node)} does not fill the scores")
     dtype = getattr(tensor_of(filled), "dtype", torch.float32)
-    if number > torch.finfo(dtype).min or (factor < 1.0 and number != -math.inf):
+    lowest = torch.finfo(dtype).min
+    if not number <= lowest or (factor < 1.0 and number != -math.inf):
         raise NotMatched(
             f"hidden scores are set to {number * factor}: use -inf or finfo.min, or add the mask"
         )
+    if number * factor < lowest:
+        number = -math.inf  # as the product in the dtype of the scores is
     return filled, MaskTerm("fill", marks, number, hidden_when, result=node)
 
 

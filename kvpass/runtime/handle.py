@@ -13,7 +13,6 @@ rewritten graphs write to it, so that it means what was written last, zeros wher
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -21,9 +20,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from kvpass.errors import KVPassWarning, UnsupportedError
+from kvpass.errors import UnsupportedError
 from kvpass.runtime import directory
 from kvpass.runtime.content import Content, Part
+from kvpass.warn import warn_user
 
 
 class KVHandle(Tensor):
@@ -318,9 +318,7 @@ def _warn_once(op: str) -> None:
     global _warned
     if not _warned:
         _warned = True
-        warnings.warn(
+        warn_user(
             f"{op} reads a KV cache that kvpass holds, outside a rewritten graph: a dense copy is "
-            "made, which is right but slow",
-            KVPassWarning,
-            stacklevel=4,
+            "made, which is right but slow"
         )

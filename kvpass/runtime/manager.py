@@ -267,7 +267,7 @@ class Manager:
     # ------------------------------------------------- operations on sequences
 
     def crop(self, batch: Batch, length: int) -> None:
-        """Keep the first ``length`` tokens of every sequence.
+        """Keep the first ``length`` tokens of every sequence; layers that hold none stay so.
 
         Raises:
             CacheStateError: the batch is in a step.
@@ -275,15 +275,15 @@ class Manager:
         """
         with self._lock:
             self._idle(batch)
-            if length < 0 or length > min(batch.lengths):
-                raise CapacityError(
-                    f"crop to {length} tokens: the cache holds {min(batch.lengths)}"
-                )
+            stored = min((n for n in batch.lengths if n), default=0)
+            if not 0 <= length <= stored:
+                raise CapacityError(f"crop to {length} tokens: the cache holds {stored}")
             for layer, row in enumerate(batch.blocks):
-                keep = -(-length // batch.block_size)
+                left = min(length, batch.lengths[layer])
+                keep = -(-left // batch.block_size)
                 for blocks in row:
                     self._reserver.drop(batch, blocks, keep)
-                batch.lengths[layer] = length
+                batch.lengths[layer] = left
 
     def fork(self, batch: Batch, sequences: Sequence[int], length: int | None = None) -> Batch:
         """A new batch of the given sequences; full blocks are shared, written ones copied on write.

@@ -126,6 +126,13 @@ def available_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
+def total_memory(device: torch.device) -> int:
+    """Bytes of memory of a device, or of the host for a CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def auto_hot_bytes(device: torch.device) -> int:
     """The hot size that ``hot="auto"`` takes: what the device has left, less room to compute.
 

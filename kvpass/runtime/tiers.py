@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvpass.config import Config
-from kvpass.errors import OutOfMemoryError
+from kvpass.errors import ConfigError, OutOfMemoryError
 from kvpass.runtime.geometry import BlockGeometry
 from kvpass.runtime.memory import (
     DeviceMemory,
@@ -18,9 +18,25 @@ from kvpass.runtime.memory import (
     PinnedMemory,
     auto_cold_bytes,
     auto_hot_bytes,
+    total_memory,
 )
 from kvpass.runtime.pool import Arena, Budget, Slot
 from kvpass.sizes import format_size
+
+
+def _check_hot(hot: int, device: torch.device) -> None:
+    """Refuse a hot tier that the machine could never hold: it would end in no memory at all.
+
+    Raises:
+        ConfigError: it is larger than all memory of the device.
+    """
+    total = total_memory(device)
+    if total and hot > total:
+        raise ConfigError(
+            f"hot = {format_size(hot)} is more than the {format_size(total)} of memory of "
+            f"{device}: give a part of that, or 'auto'"
+        )
+
 
 POISON = 0xFF
 """Byte that freed slots are filled with in poison mode: NaN in every supported dtype."""
@@ -39,6 +55,7 @@ class Tiers:
         directory = str(memory.cold_dir) if memory.cold_dir is not None else None
         hot = auto_hot_bytes(device) if memory.hot == "auto" else memory.hot
         cold = auto_cold_bytes(device, directory) if memory.cold == "auto" else memory.cold
+        _check_hot(int(hot), device)
         self.device = device
         self.poison = memory.poison
         self.threshold = memory.gpu_threshold

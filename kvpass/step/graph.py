@@ -79,11 +79,12 @@ class RewrittenGraph:
         with ExitStack() as steps:
             for group in plan.tiered:
                 rows.append(steps.enter_context(self._tiered_step(group, args, sizes)))
+            # All before the first step: one may fork what another steps through.
             for functional in self._functional:
                 manager = self._manager_for(self.config, functional.sites[0].shape.device)
-                lease = functional.open(manager, args, sizes, self.config)
-                rows.append(steps.enter_context(functional.step(manager, lease, sizes)))
-                leases.append(lease)
+                leases.append(functional.open(manager, args, sizes, self.config))
+            for functional, lease in zip(self._functional, leases, strict=True):
+                rows.append(steps.enter_context(functional.step(lease.manager, lease, sizes)))
             numbers = {i: known_number(args[i]) for i in plan.grows if args[i].is_cuda}
             outputs = self.inner(*[args[i] if i >= 0 else rows[-1 - i] for i in plan.inputs])
             for i, before in numbers.items():
