@@ -29,6 +29,7 @@ BUSY = 0.25  # load average over cores
 FILES = {
     "cpu": ("benchmarks/test_decode_step.py", "decode-step-cpu"),
     "gpu": ("benchmarks/test_attend_gpu.py", "attend-gpu"),
+    "latent": ("benchmarks/test_latent_gpu.py", "latent-gpu"),
 }
 
 

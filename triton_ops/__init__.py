@@ -15,14 +15,17 @@ if TYPE_CHECKING:
     from triton_ops.append import append
     from triton_ops.attend_decode import DecodeConfig, attend_decode, splits_for
     from triton_ops.attend_extend import ExtendConfig, attend_extend
+    from triton_ops.attend_latent import LatentConfig, attend_latent
     from triton_ops.merge import merge
 
 __all__ = [
     "DecodeConfig",
     "ExtendConfig",
+    "LatentConfig",
     "append",
     "attend_decode",
     "attend_extend",
+    "attend_latent",
     "merge",
     "splits_for",
 ]
@@ -30,9 +33,11 @@ __all__ = [
 _HOME = {
     "DecodeConfig": "attend_decode",
     "ExtendConfig": "attend_extend",
+    "LatentConfig": "attend_latent",
     "append": "append",
     "attend_decode": "attend_decode",
     "attend_extend": "attend_extend",
+    "attend_latent": "attend_latent",
     "merge": "merge",
     "splits_for": "attend_decode",
 }

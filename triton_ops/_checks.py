@@ -12,6 +12,7 @@ import torch
 PAGE_TOKENS = 32
 MIN_HEAD_DIM = 16
 MAX_HEAD_DIM = 256
+MAX_LATENT_DIM, MAX_ROPE_DIM = 512, 128
 # within these, neither the cap nor a score divided by it leaves the range of fp32
 MIN_SOFTCAP, MAX_SOFTCAP = 1e-30, 1e30
 MAX_WINDOW = 1 << 30
@@ -47,6 +48,17 @@ class NewKeys(NamedTuple):
     dtype: torch.dtype
 
 
+class NewLatents(NamedTuple):
+    """Latents and rotary keys that come with the queries, and the widths that they tell."""
+
+    c: torch.Tensor
+    r: torch.Tensor
+    tokens: int
+    latent_dim: int
+    rope_dim: int
+    dtype: torch.dtype
+
+
 class KvMask(NamedTuple):
     """A padding mask as a kernel takes it: uint8 `[B, T]`, its strides and `T`."""
 
@@ -78,6 +90,16 @@ def check_head_dim(name: str, dim: int) -> None:
     """Raise ValueError unless `dim` is in 16..256."""
     if not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM:
         raise ValueError(f"{name} must be {MIN_HEAD_DIM}..{MAX_HEAD_DIM}, got {dim}")
+
+
+def check_latent_dims(latent_dim: int, rope_dim: int) -> None:
+    """Raise ValueError unless a latent has 16..512 channels and a rotary key 16..128."""
+    for name, dim, most in (
+        ("latent_dim", latent_dim, MAX_LATENT_DIM),
+        ("rope_dim", rope_dim, MAX_ROPE_DIM),
+    ):
+        if not MIN_HEAD_DIM <= dim <= most:
+            raise ValueError(f"{name} must be {MIN_HEAD_DIM}..{most}, got {dim}")
 
 
 def check_block_size(block_size: int) -> None:
@@ -176,6 +198,50 @@ def new_keys_operand(
     if v_new.dtype != k_new.dtype:
         raise TypeError(f"k_new and v_new must have one dtype: {k_new.dtype} and {v_new.dtype}")
     return NewKeys(k_new, v_new, k_new.shape[2], k_new.shape[1], v_new.shape[3], k_new.dtype)
+
+
+def new_latents_operand(
+    c_new: torch.Tensor | None,
+    r_new: torch.Tensor | None,
+    q: torch.Tensor,
+    latent_dim: int | None,
+    rope_dim: int | None,
+    kv_dtype: torch.dtype | None,
+) -> NewLatents:
+    """Check `[B, 1, m, L]` latents and `[B, 1, m, R]` rotary keys; None for both: m = 0."""
+    if c_new is None or r_new is None:
+        if c_new is not r_new:
+            raise ValueError("c_new and r_new must both be given, or both be None")
+        if latent_dim is None or rope_dim is None:
+            raise ValueError("without c_new and r_new, latent_dim and rope_dim must be given")
+        kv_dtype = q.dtype if kv_dtype is None else kv_dtype
+        check_dtype("kv_dtype", kv_dtype)
+        # of 0 new tokens nothing is read: any pointer will do
+        new = NewLatents(q, q, 0, latent_dim, rope_dim, kv_dtype)
+    else:
+        for name, tensor in (("c_new", c_new), ("r_new", r_new)):
+            check_rank4(name, tensor)
+            check_dtype(name, tensor.dtype)
+            if tensor.device != q.device:
+                raise ValueError(f"{name} is on {tensor.device}, q on {q.device}")
+            if tensor.shape[:2] != (q.shape[0], 1):
+                raise ValueError(
+                    f"{name} must be [{q.shape[0]}, 1, tokens, channels] for q {list(q.shape)}, "
+                    f"got {list(tensor.shape)}"
+                )
+        if r_new.shape[2] != c_new.shape[2]:
+            raise ValueError(f"c_new and r_new differ: {list(c_new.shape)}, {list(r_new.shape)}")
+        if r_new.dtype != c_new.dtype:
+            raise TypeError(f"c_new and r_new must have one dtype: {c_new.dtype}, {r_new.dtype}")
+        tokens, latent_dim = c_new.shape[2:]
+        new = NewLatents(c_new, r_new, tokens, latent_dim, r_new.shape[3], c_new.dtype)
+    check_latent_dims(new.latent_dim, new.rope_dim)
+    if q.shape[3] != new.latent_dim + new.rope_dim:
+        raise ValueError(
+            f"q must have {new.latent_dim} + {new.rope_dim} channels, latents first, "
+            f"got {q.shape[3]}"
+        )
+    return new
 
 
 def bias_operand(

@@ -69,6 +69,23 @@ def softmax_weights(b_s, b_m, GUARD: tl.constexpr):
 
 
 @triton.jit
+def tile_weights(
+    b_s, b_m, softcap, m_see, m_n, o_pos, m_r, p_mask, sm_t, mask_len, p_bias, sb_t, bias_len,
+    HAS_MASK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Cap, bias, masks and one softmax step of the scaled products `[BM, BN]` of a tile."""
+    if SOFTCAP:
+        b_s = cap_scores(b_s, softcap)
+    if BIAS != 0:
+        m_b = m_r[:, None] & (m_n & (o_pos < bias_len))[None, :]
+        b_s = add_bias(b_s, p_bias + o_pos.to(tl.int64)[None, :] * sb_t, m_b, BIAS)
+    if HAS_MASK:
+        m_see = m_see & visible_keys(p_mask, o_pos, m_n, sm_t, mask_len)[None, :]
+    b_s = tl.where(m_see, b_s, -float("inf"))
+    return softmax_weights(b_s, b_m, True)
+
+
+@triton.jit
 def add_sink(b_m, b_l, b_sink):
     """Maximum and sum of a softmax with one more logit, and the factor of its values so far.
 

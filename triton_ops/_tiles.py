@@ -52,3 +52,23 @@ def load_tile(p_tile, o_n, o_d, m_n, DIM: tl.constexpr, DIM_P: tl.constexpr, MAS
         else:
             b = tl.load(p, mask=(o_d < DIM)[None, :], other=0.0)
     return b
+
+
+@triton.jit
+def store_rows(
+    b_m, b_l, b_acc, out, lse, part_acc, part_m, part_l, i_r, i_s, S, o_d, m_r, DIM: tl.constexpr,
+    DIRECT: tl.constexpr,
+):  # fmt: skip
+    """Store the rows `i_r` of a program: results, or (not DIRECT) partials of its split `i_s`."""
+    m_o = m_r[:, None] & (o_d < DIM)[None, :]
+    if DIRECT:
+        b_l = tl.where(b_l > 0, b_l, 1.0)
+        b_o = b_acc / b_l[:, None]
+        tl.store(out + i_r[:, None] * DIM + o_d[None, :], b_o.to(out.dtype.element_ty), mask=m_o)
+        tl.store(lse + i_r, b_m + tl.log(b_l), mask=m_r)
+    else:
+        o_p = i_r * S + i_s
+        tl.store(part_m + o_p, b_m, mask=m_r)
+        tl.store(part_l + o_p, b_l, mask=m_r)
+        m_a = m_o & (b_l > 0)[:, None]
+        tl.store(part_acc + o_p[:, None] * DIM + o_d[None, :], b_acc, mask=m_a)

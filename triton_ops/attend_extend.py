@@ -15,8 +15,15 @@ import triton
 import triton.language as tl
 
 from triton_ops import _checks
-from triton_ops._scores import add_bias, add_sink, cap_scores, softmax_weights, visible_keys
-from triton_ops._tiles import PAGE, TL_DTYPE, compute_dtype, load_tile, page_offsets
+from triton_ops._scores import add_sink, tile_weights
+from triton_ops._tiles import (
+    PAGE,
+    TL_DTYPE,
+    compute_dtype,
+    load_tile,
+    page_offsets,
+    store_rows,
+)
 from triton_ops.config import ExtendConfig, extend_config, extend_splits, fit_tile, window_tiles
 from triton_ops.merge import merge_splits
 
@@ -31,15 +38,10 @@ def _extend_tile(
 ):  # fmt: skip
     # [BM, BN]
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
-    if SOFTCAP:
-        b_s = cap_scores(b_s, softcap)
-    if BIAS != 0:
-        m_b = m_r[:, None] & (m_n & (o_pos < bias_len))[None, :]
-        b_s = add_bias(b_s, p_bias + o_pos.to(tl.int64)[None, :] * sb_t, m_b, BIAS)
-    if HAS_MASK:
-        m_see = m_see & visible_keys(p_mask, o_pos, m_n, sm_t, mask_len)[None, :]
-    b_s = tl.where(m_see, b_s, -float("inf"))
-    b_m, b_p, b_scale = softmax_weights(b_s, b_m, True)
+    b_m, b_p, b_scale = tile_weights(
+        b_s, b_m, softcap, m_see, m_n, o_pos, m_r, p_mask, sm_t, mask_len, p_bias, sb_t, bias_len,
+        HAS_MASK, BIAS, SOFTCAP,
+    )  # fmt: skip
     b_l = b_l * b_scale + tl.sum(b_p, 1)
     b_acc = tl.dot(b_p.to(DOT), b_v, b_acc * b_scale[:, None], input_precision="ieee")
     return b_m, b_l, b_acc
@@ -202,22 +204,13 @@ def _extend_kernel(
         )  # fmt: skip
 
     i_r = (i_b * HKV * G + o_h) * n + o_i
-    m_o = m_r[:, None] & (o_dv < DV)[None, :]
-    if DIRECT:
-        if SINKS:
-            b_sink = tl.load(sinks + o_h, mask=m_r, other=0.0).to(tl.float32)
-            b_m, b_l, b_scale = add_sink(b_m, b_l, b_sink)
-            b_acc = b_acc * b_scale[:, None]
-        b_l = tl.where(b_l > 0, b_l, 1.0)
-        b_o = b_acc / b_l[:, None]
-        tl.store(out + i_r[:, None] * DV + o_dv[None, :], b_o.to(out.dtype.element_ty), mask=m_o)
-        tl.store(lse + i_r, b_m + tl.log(b_l), mask=m_r)
-    else:
-        o_p = i_r * S + i_s
-        tl.store(part_m + o_p, b_m, mask=m_r)
-        tl.store(part_l + o_p, b_l, mask=m_r)
-        m_a = m_o & (b_l > 0)[:, None]
-        tl.store(part_acc + o_p[:, None] * DV + o_dv[None, :], b_acc, mask=m_a)
+    if DIRECT and SINKS:
+        b_sink = tl.load(sinks + o_h, mask=m_r, other=0.0).to(tl.float32)
+        b_m, b_l, b_scale = add_sink(b_m, b_l, b_sink)
+        b_acc = b_acc * b_scale[:, None]
+    store_rows(
+        b_m, b_l, b_acc, out, lse, part_acc, part_m, part_l, i_r, i_s, S, o_dv, m_r, DV, DIRECT
+    )  # fmt: skip
 
 
 def attend_extend(

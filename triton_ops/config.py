@@ -62,6 +62,27 @@ class ExtendConfig:
     splits: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """How a launch over latents is cut.
+
+    Attributes:
+        block_m: rows (query token, query head) in a program, a power of two.
+        block_n: tokens in a tile, a power of two from 32; halved until it divides the block.
+        num_warps: warps in a program.
+        num_stages: tiles in flight in shared memory.
+        programs_per_sm: programs that fit an SM at once, for the number of splits.
+        splits: programs that share the keys of a row tile, 0 = `latent_splits`.
+    """
+
+    block_m: int = 16
+    block_n: int = 32
+    num_warps: int = 4
+    num_stages: int = 2
+    programs_per_sm: int = 1
+    splits: int = 0
+
+
 def fit_tile(block_n: int, block_size: int) -> int:
     """The largest power of two from 32 to `block_n` that divides `block_size`."""
     if block_n < 32 or block_n & (block_n - 1):
@@ -111,6 +132,25 @@ def extend_config(
     return ExtendConfig(block_m, 32 if wide else 64, warps, 2)
 
 
+def latent_config(
+    q_dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    latent_dim: int,
+    rope_dim: int,
+    rows: int,
+    operands: bool,
+) -> LatentConfig:
+    """Tile of a launch over latents for `rows` rows; `operands`: it has a mask or bias."""
+    if q_dtype != kv_dtype or q_dtype == torch.float32:
+        # 512 channels in 8 warps spill three times as much as in 16 (ptxas, sm_90)
+        return LatentConfig(16, 32, 16 if latent_dim > 256 else 8, 1)
+    if rows <= 16:
+        return LatentConfig(16, 64, 8, 3) if rope_dim <= 64 else LatentConfig(16, 32, 8, 3)
+    # 64 rows and two tiles of 64 x (512 + 64) are 216 of 227 KiB: no room for a bias tile
+    wide = operands or rope_dim > 64
+    return LatentConfig(64, 32 if wide else 64, 8, 2)
+
+
 @functools.cache
 def _sm_count(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
@@ -152,3 +192,11 @@ def extend_splits(programs: int, device: torch.device) -> int:
         return 1 if programs >= _HOST_SPLITS else 2
     index = torch.cuda.current_device() if device.index is None else device.index
     return max(1, min(_MAX_SPLITS // 4, _sm_count(index) // max(programs, 1)))
+
+
+def latent_splits(programs: int, per_sm: int, device: torch.device) -> int:
+    """Programs that share the keys of a row tile, `per_sm` of which run on an SM at once."""
+    if device.type != "cuda":
+        return 1 if programs >= _HOST_SPLITS else 2
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return balanced_splits(max(programs, 1), _sm_count(index) * per_sm)

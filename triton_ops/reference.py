@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -83,6 +84,23 @@ def attend_reference(
     out = torch.matmul(weights[..., :total], vd) / total_weight.masked_fill(~seen, 1.0)
     lse = (top + torch.log(total_weight)).squeeze(-1)
     return out, lse
+
+
+def latent_reference(
+    q: torch.Tensor, c: torch.Tensor, r: torch.Tensor, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Absorbed attention over latents in float64: the keys are (c, r), the values are c.
+
+    Args:
+        q: `[B, Hq, n, L + R]`, the part for the latents first.
+        c: `[B, 1, T, L]`, latents.
+        r: `[B, 1, T, R]`, rotary keys.
+        kwargs: as for `attend_reference`.
+
+    Returns:
+        out float64 `[B, Hq, n, L]` and lse float64 `[B, Hq, n]`, as `attend_reference`.
+    """
+    return attend_reference(q, torch.cat([c, r], -1), c, **kwargs)
 
 
 def merge_reference(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
