@@ -143,7 +143,7 @@ class MemoryConfig(BaseModel):
     )
     cold: SizeOrAuto = Field(
         "auto",
-        description="Size of the cold arena; 'auto' is half of the host memory, or disk, that is free.",
+        description="Size of the cold arena; 'auto' is half of the free host memory, or disk.",
     )
     cold_dir: Directory = Field(
         None,

@@ -86,10 +86,10 @@ def check_rank4(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def check_head_dim(name: str, dim: int) -> None:
-    """Raise ValueError unless `dim` is in 16..256."""
-    if not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM:
-        raise ValueError(f"{name} must be {MIN_HEAD_DIM}..{MAX_HEAD_DIM}, got {dim}")
+def check_head_dim(name: str, dim: int, most: int = MAX_HEAD_DIM) -> None:
+    """Raise ValueError unless `dim` is in 16..`most`."""
+    if not MIN_HEAD_DIM <= dim <= most:
+        raise ValueError(f"{name} must be {MIN_HEAD_DIM}..{most}, got {dim}")
 
 
 def check_latent_dims(latent_dim: int, rope_dim: int) -> None:

@@ -87,7 +87,7 @@ def append(
             must be in the table already.
 
     Raises:
-        ValueError: shapes, devices or head dims (16..256) that do not fit.
+        ValueError: shapes, devices or head dims (16..512 of `k`, 16..256 of `v`) that do not fit.
         TypeError: a dtype other than those named.
     """
     _checks.check_rank4("k", k)
@@ -101,7 +101,7 @@ def append(
         raise ValueError(f"k is on {k.device}, v on {v.device}")
     batch, kv_heads, n, dk = k.shape
     dv = v.shape[3]
-    _checks.check_head_dim("head_dim_k", dk)
+    _checks.check_head_dim("head_dim_k", dk, _checks.MAX_LATENT_DIM)
     _checks.check_head_dim("head_dim_v", dv)
     _checks.check_block_size(block_size)
     _checks.check_rows(batch, k.device, rows, row_base, row_len)

@@ -106,7 +106,7 @@ def rewrite(
             plan.symbols[symbol.node.expr] = number[node], place
     plan.grows = grown(placeholders)
     pairs = [pair for site in sites for pair in (*site.source.assumed, *site.mask.assumed)]
-    # A mask may compare positions with themselves: that they are consecutive is checked all the same.
+    # A mask may compare positions with themselves: that they are consecutive is checked anyway.
     pairs += [(symbol, symbol) for symbol, kind in entry.symbols.values() if kind == "positions"]
     plan.assumed = list(dict.fromkeys((plain(a), plain(b)) for a, b in pairs))
     rows = Rows(graph, placeholders)

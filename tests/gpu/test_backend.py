@@ -27,10 +27,32 @@ def tiny_llama(dtype: torch.dtype):
     return transformers.LlamaForCausalLM(config).to("cuda", dtype).eval()
 
 
+def tiny_deepseek(dtype: torch.dtype):
+    """Latents are cached; with the sizes of DeepSeek-V3's attention, but four heads."""
+    torch.manual_seed(0)
+    config = transformers.DeepseekV3Config(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        first_k_dense_replace=3,
+        q_lora_rank=64,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+        vocab_size=512,
+        max_position_embeddings=1024,
+    )
+    return transformers.DeepseekV3ForCausalLM(config).to("cuda", dtype).eval()
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_deepseek])
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 @pytest.mark.parametrize("form", ["tiered", "dynamic"])
-def test_generate_equals_uncompiled(inner, form):
-    model = tiny_llama(torch.float32)
+def test_generate_equals_uncompiled(inner, form, make):
+    model = make(torch.float32)
     ids = torch.randint(0, 512, (2, 300), device="cuda")
     mask = torch.ones_like(ids)
     mask[0, :7] = 0
@@ -64,9 +86,10 @@ def test_generate_equals_uncompiled(inner, form):
         assert snapshot.cold_only_bytes > snapshot.kv_bytes / 2
 
 
+@pytest.mark.parametrize("make", [tiny_llama, tiny_deepseek])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_decodes_close_to_sdpa(dtype):
-    model = tiny_llama(dtype)
+def test_half_precision_decodes_close_to_sdpa(dtype, make):
+    model = make(dtype)
     ids = torch.randint(0, 512, (1, 200), device="cuda")
     with torch.no_grad():
         expected = model(ids).logits.float()
