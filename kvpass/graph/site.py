@@ -11,6 +11,7 @@ from torch import fx
 from kvpass.graph.entry import EntryValues
 from kvpass.graph.pointwise import MaskTerm
 from kvpass.graph.probe import Probe
+from kvpass.graph.tables import TableCheck
 from kvpass.graph.walk import Size, same, shape_of
 
 CacheForm = Literal["tiered", "functional", "read", "static", "none"]
@@ -122,6 +123,7 @@ class AttentionSite:
     ``scale`` carries. ``factors`` are scales known at run time only, ``softcap`` 0 for none,
     ``sinks`` extra logits [Hq] of the softmax without values.
     ``interior`` are the nodes between the source and the output, which must have no other users.
+    ``tables`` is what must hold of flex_attention's block tables in a call.
     """
 
     anchor: fx.Node
@@ -135,6 +137,7 @@ class AttentionSite:
     softcap: float = 0.0
     factors: tuple[fx.Node, ...] = ()
     sinks: fx.Node | None = None
+    tables: TableCheck | None = None
 
 
 @dataclass(frozen=True)
