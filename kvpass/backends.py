@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 import kvpass.ops  # defines the ops that graphs call
+import kvpass.runtime.flex  # teaches flex_attention about handles
 import kvpass.source_ops  # noqa: F401  # likewise
 from kvpass.config import Config
 from kvpass.errors import KVPassWarning

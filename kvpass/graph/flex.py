@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._higher_order_ops.flex_attention import flex_attention
 
 from kvpass.graph.inline import Inliner
 from kvpass.graph.operands import unrepeat
@@ -65,7 +66,7 @@ class FlexCall:
 
 def is_flex(node: fx.Node) -> bool:
     """Whether the node is a call of flex_attention."""
-    return node.op == "call_function" and node.target is torch.ops.higher_order.flex_attention
+    return node.op == "call_function" and node.target is flex_attention
 
 
 def spell_out(graph: fx.Graph, root: torch.nn.Module) -> dict[fx.Node, FlexCall | str]:
