@@ -256,13 +256,14 @@ def _part(
             continue
         if is_written(node) or mutates(node):
             raise NotMatched(
-                f"{node.name}, from which the BlockMask is made, is written in the graph"
+                f"{node.name}, which the mask_mod or BlockMask of flex_attention uses, is written "
+                "in the graph: pass a copy"
             )
         calls = node.op in ("call_function", "call_method") and not node.is_impure()
         if node.op not in ("placeholder", "get_attr") and not calls:
-            raise NotMatched(f"{node.name}, from which the BlockMask is made, has effects")
+            raise NotMatched(f"{node.name}, from which a BlockMask is made, has effects")
         if len(needed) > _LARGEST:
-            raise NotMatched("the BlockMask takes many operations to make")
+            raise NotMatched("the BlockMask of flex_attention takes many operations to make")
         if _function(node).endswith("_batch_dim"):
             stack.extend(other for other in graph.nodes if _function(other) in _VMAP)
         stack.extend(node.all_input_nodes)
