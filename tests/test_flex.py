@@ -168,7 +168,8 @@ def test_own_decoder(counted: Counted, mask: str, score: str, dtype: torch.dtype
             wanted, theirs = exact(step, *args, theirs, block, scores(past)[score])
             torch.testing.assert_close(got.double(), wanted, **_near(dtype))
             past += tokens
-    assert all(site.rewritten for report in reports for site in report.sites)
+    sites = [site for report in reports for site in report.sites]
+    assert [site.reason for site in sites if not site.rewritten] == []
     assert counted.runs == len(CALLS)
     assert counted.plain == 0
 
@@ -232,15 +233,20 @@ def tables(kind: str, queries: int, keys: int, past: int) -> BlockMask:
         full_count, full_index = torch.full_like(full_count, index.shape[3]), everything
     elif kind == "twice":
         full_count, full_index = count, index
-    elif kind == "outside":
-        index = index + 1000
-    return BlockMask.from_kv_blocks(
+    made = BlockMask.from_kv_blocks(
         count, index, full_count, full_index, BLOCK_SIZE=16,
         mask_mod=right.mask_mod, seq_lengths=(queries, keys),
     )  # fmt: skip
+    if kind == "outside":
+        made.kv_indices = index + 1000
+    return made
 
 
-@pytest.mark.parametrize("kind", ["as they are", "hidden", "all full", "twice", "outside"])
+# Calls that are not rewritten: in the second, all keys are seen anyway.
+WRONG = {"as they are": 0, "hidden": 2, "all full": 1, "twice": 2, "outside": 2}
+
+
+@pytest.mark.parametrize("kind", WRONG)
 def test_tables_that_contradict_their_mask_function(counted: Counted, kind: str) -> None:
     """The result is that of uncompiled code, which follows the function; later calls go on."""
     run = compiled(step)
@@ -249,17 +255,18 @@ def test_tables_that_contradict_their_mask_function(counted: Counted, kind: str)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for seed, tokens in enumerate(CALLS):
-            wrong = kind if seed in (1, 2) else "as they are"
+            wrong = kind if seed in (0, 2) else "as they are"
             block = tables(wrong, tokens, past + tokens, past)
             args = qkv(tokens, seed)
             got, ours = run(*args, ours, block)
             wanted, theirs = exact(step, *args, theirs, block)
             torch.testing.assert_close(got.double(), wanted, rtol=0.0, atol=5e-6)
             past += tokens
-    said = [w for w in caught if issubclass(w.category, KVPassWarning) and "lists" in str(w.message)]
-    right = kind == "as they are"
-    assert counted.plain == (0 if right else 2)
-    assert len(said) == (0 if right else 1)
+    said = [
+        w for w in caught if issubclass(w.category, KVPassWarning) and "lists" in str(w.message)
+    ]
+    assert counted.plain == WRONG[kind]
+    assert len(said) == min(1, WRONG[kind])
 
 
 def test_a_block_mask_of_tables_alone(counted: Counted) -> None:
@@ -341,13 +348,11 @@ class Config:
     num_hidden_layers = 2
 
 
-def two_layers(
-    x: tuple[Tensor, ...], cache: Any, block: BlockMask
-) -> Tensor:
+def two_layers(x: tuple[Tensor, ...], cache: Any, block: BlockMask) -> Tensor:
     q, k, v = x
     for layer in range(2):
         keys, values = cache.update(k, v, layer)
-        q = flex_attention(q, keys, values, block_mask=block, enable_gqa=True)
+        q = flex_attention(q, keys, values, block_mask=block, enable_gqa=True) + 0.1
         k = k + 0.1
     return q
 

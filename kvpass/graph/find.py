@@ -102,8 +102,10 @@ class _Finder:
             opaque = self._opaque(node)
             if opaque is not None:
                 self._refuse(node, opaque)
-            elif op_name(node) == "scaled_dot_product_attention" or is_flex(node) or (
-                is_softmax(node) and looks_like_attention(node, self.live)
+            elif (
+                op_name(node) == "scaled_dot_product_attention"
+                or is_flex(node)
+                or (is_softmax(node) and looks_like_attention(node, self.live))
             ):
                 self._try(node)
         self._refuse_repeated_updates()

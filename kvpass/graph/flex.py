@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``flex_attention``: its mask and score functions spelled out, so that they are read as others are.
+"""``flex_attention``: its mask and score functions spelled out, to be read as others are.
 
-Dynamo hands over ``flex_attention(q, k, v, score_mod, block_mask, scale, kernel_options, captured by
-score_mod, captured by mask_mod)``. The two functions are graphs over single positions; block_mask is
-``(n, keys, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, ..., block sizes,
-mask_mod)``. What they compute is added to the graph as ordinary nodes that nothing uses yet: a
-rewritten attention may take some of them as operands, and the others are erased again.
+Dynamo hands over ``flex_attention(q, k, v, score_mod, block_mask, scale, kernel_options, captured
+by score_mod, captured by mask_mod)``. The two functions are graphs over single positions; the block
+mask is ``(n, keys, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, ..., block
+sizes, mask_mod)``. What they compute is added to the graph as ordinary nodes that nothing uses yet:
+a rewritten attention may take some of them as operands, and the others are erased again.
 
 Options of the kernel change how it computes and what else it returns, not the output.
 """
@@ -26,7 +26,7 @@ from kvpass.graph.inline import Inliner
 from kvpass.graph.operands import unrepeat
 from kvpass.graph.pointwise import MaskTerm, walk_back
 from kvpass.graph.score import Chain
-from kvpass.graph.tables import Tables, TableCheck, table_check
+from kvpass.graph.tables import TableCheck, Tables, table_check
 from kvpass.graph.walk import (
     NotMatched,
     Size,

@@ -118,9 +118,12 @@ class TableCheck:
         known = self._known
         numbers = [item for item in given if not isinstance(item, Tensor)]
         state = (scores, numbers, [tensor._version for tensor in tensors])
-        if known is not None and known[0][0] == state:
-            if all(ref() is tensor for ref, tensor in zip(known[0][1], tensors, strict=True)):
-                return known[1]
+        if (
+            known is not None
+            and known[0][0] == state
+            and all(ref() is tensor for ref, tensor in zip(known[0][1], tensors, strict=True))
+        ):
+            return known[1]
         agree = self._agree(args, sizes, scores)
         self._known = (state, [weakref.ref(tensor) for tensor in tensors]), agree
         return agree
@@ -205,9 +208,7 @@ def table_check(
         raise NotMatched("the lists of a BlockMask are no tensors")
     if len(given) == 2 and _one_block(tables, scores):
         return None
-    number = {
-        node: i for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder")
-    }
+    number = {node: i for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder")}
     return TableCheck(
         _part(graph, [mask], number, rows),
         _part(graph, given, number, None),

@@ -104,13 +104,13 @@ MASKS: dict[str, tuple[Mod | None, str]] = {
     "turned": (lambda b, h, i, j: j <= PAST + i, "causal"),
     "strict": (lambda b, h, i, j: j < i + (PAST + 1), "causal"),
     "distance": (lambda b, h, i, j: i - j >= -PAST, "causal"),
-    "distance turned": (lambda b, h, i, j: 0 <= (i + PAST) - j, "causal"),
+    "distance turned": (lambda b, h, i, j: j - i <= PAST, "causal"),
     "window": (
         lambda b, h, i, j: (i + PAST >= j) & (i + PAST - j < 4),
         "causal in a window of 4",
     ),
     "window turned": (
-        lambda b, h, i, j: (i + PAST >= j) & (3 >= i + PAST - j),
+        lambda b, h, i, j: (i + PAST >= j) & (j - i > PAST - 4),
         "causal in a window of 4",
     ),
     "joined": (and_masks(causal, lambda b, h, i, j: PAD[b, j]), "causal and padding"),
@@ -208,7 +208,7 @@ REFUSED: dict[str, tuple[Mod | None, Mod | None, str]] = {
     ),
     "rounded": (None, lambda s, b, h, i, j: s.half().float() * 2, "rounds the scores"),
     "bias before the softcap": (
-        None, lambda s, b, h, i, j: cap(s + BIAS[h, i, j], b, h, i, j), "before they are soft-capped"
+        None, lambda s, b, h, i, j: cap(s + BIAS[h, i, j], b, h, i, j), "before they are"
     ),
     "no score": (None, lambda s, b, h, i, j: BIAS[h, i, j], "not understood"),
     "kept from a change": (None, changed, "writes in place"),
@@ -243,7 +243,9 @@ def test_statistics_of_the_scores(used: int) -> None:
 
     found = read(attend=attend)
     if used:
-        assert [r.reason.startswith("flex_attention also returns") for r in found.refusals] == [True]
+        assert [r.reason.startswith("flex_attention also returns") for r in found.refusals] == [
+            True
+        ]
     else:
         one_site(found)
 
