@@ -382,3 +382,36 @@ def test_tiered_cache_with_a_wrong_call_in_between(counted: Counted) -> None:
     assert counted.runs == 5
     assert counted.plain == 1
     assert cache.get_seq_length() == past
+
+
+def test_padded_prompts_of_transformers(counted: Counted) -> None:
+    """A window and padding; transformers makes the BlockMask outside of the graph it is used in."""
+    pytest.importorskip("transformers")
+    from transformers import DynamicCache
+
+    from tests.models import prompt, tiny
+
+    model = tiny("mistral", "flex_attention", sliding_window=8)
+    ids, padding = prompt(2, 10, padding=3)
+    reports: list[GraphReport] = []
+
+    def decode(run: Any) -> list[Tensor]:
+        cache, tokens, mask, found = DynamicCache(config=model.config), ids, padding, []
+        for _ in range(5):
+            logits = run(tokens, attention_mask=mask, past_key_values=cache).logits[:, -1]
+            tokens = logits.argmax(-1)[:, None]
+            mask = torch.cat((mask, torch.ones_like(tokens)), 1)
+            found.append(logits.clone())
+        return found
+
+    with torch.compiler.set_stance("force_eager"):
+        wanted = decode(model)
+    with observed(reports.append):
+        got = decode(compiled(model))
+    for ours, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.0, atol=5e-5)
+    sites = [site for report in reports for site in report.sites]
+    assert [site.reason for site in sites if not site.rewritten] == []
+    assert {"causal in a window of 8 and padding"} == {site.mask for site in sites}
+    assert counted.runs == 5
+    assert counted.plain == 0

@@ -79,18 +79,28 @@ class Inliner:
         self.added = added
 
     def call(self, function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:
-        """A new node with its example value; a string is the name of a method."""
+        """A new node with its example value; a string is the name of a method.
+
+        Raises:
+            NotMatched: it cannot be computed.
+        """
         if isinstance(function, str):
             node = self.graph.call_method(function, args, kwargs)
         else:
             node = self.graph.call_function(function, args, kwargs)
         self.added.append(node)
         values, named = fx.map_arg(args, value_of), fx.map_arg(kwargs, value_of)
-        with self.mode:
-            if isinstance(function, str):
-                node.meta["example_value"] = getattr(values[0], function)(*values[1:], **named)
-            else:
-                node.meta["example_value"] = function(*values, **named)
+        try:
+            with self.mode:
+                if isinstance(function, str):
+                    value = getattr(values[0], function)(*values[1:], **named)
+                else:
+                    value = function(*values, **named)
+        except Exception as error:  # whatever torch raises, the call is left as it is
+            raise NotMatched(
+                f"{describe(node)} inside of flex_attention has no broadcasting form: {error}"
+            ) from error
+        node.meta["example_value"] = value
         return node
 
     def inline(

@@ -214,7 +214,7 @@ def table_check(
         _part(graph, given, number, None),
         len(given) == 4,
         tables.block,
-        tuple(map(_expression, scores)),  # type: ignore[arg-type]
+        tuple(map(_expression, scores)),
     )
 
 

@@ -21,10 +21,9 @@ def _flex_of_handles(*args: Any) -> Any:
     return flex_attention(*_dense(args))
 
 
-_fake = flex_attention.python_key_table.pop(FakeTensorMode)
+_fake: Any = flex_attention.python_key_table.pop(FakeTensorMode, None)
 
 
-@flex_attention.py_impl(FakeTensorMode)
 def _flex_traced(mode: FakeTensorMode, *args: Any, **kwargs: Any) -> Any:
     """As for other tensors, once handles among the arguments are replaced by such.
 
@@ -34,3 +33,7 @@ def _flex_traced(mode: FakeTensorMode, *args: Any, **kwargs: Any) -> Any:
         with mode:
             args = _dense(args)
     return _fake(mode, *args, **kwargs)
+
+
+if _fake is not None:
+    flex_attention.py_impl(FakeTensorMode)(_flex_traced)
