@@ -344,6 +344,43 @@ def test_flex_attention_of_handles(rewrites: bool) -> None:
     )
 
 
+def static_step(
+    q: Tensor, k: Tensor, v: Tensor, buffers: tuple[Tensor, Tensor], at: Tensor, block: BlockMask
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    keys, values = buffers
+    keys.index_copy_(2, at, k)
+    values.index_copy_(2, at, v)
+    return flex_attention(q, keys, values, block_mask=block, enable_gqa=True), buffers
+
+
+@pytest.mark.parametrize("window", [0, 12])
+def test_static_buffers(counted: Counted, window: int) -> None:
+    """Their mask function gets the position of the first query in a tensor."""
+    run, reports = compiled(static_step), []
+    buffers = tuple(torch.zeros(BATCH, KV, 64, DIM) for _ in range(2))
+    dense = tuple(torch.zeros(BATCH, KV, 64, DIM, dtype=torch.float64) for _ in range(2))
+    past = 0
+    with observed(reports.append):
+        for seed, tokens in enumerate(CALLS):
+            start = torch.tensor(past)
+
+            def mask(b: Any, h: Any, i: Any, j: Any, start: Tensor = start) -> Tensor:
+                seen = i + start >= j
+                return seen & (i + start - j < window) if window else seen
+
+            block = blocks(mask, tokens, 64)
+            at = torch.arange(past, past + tokens)
+            args = qkv(tokens, seed)
+            got, _ = run(*args, buffers, at, block)
+            wanted, _ = exact(static_step, *args, dense, at, block)
+            torch.testing.assert_close(got.double(), wanted, rtol=0.0, atol=5e-6)
+            past += tokens
+    sites = [site for report in reports for site in report.sites]
+    assert [site.reason for site in sites if not site.rewritten] == []
+    assert {site.form for site in sites} == {"static"}
+    assert (counted.runs, counted.plain) == (len(CALLS), 0)
+
+
 class Config:
     num_hidden_layers = 2
 
