@@ -17,9 +17,11 @@ from torch import fx
 
 import kvpass.latent_ops  # defines ops that graphs call
 import kvpass.ops  # likewise
+import kvpass.runtime.flex  # teaches flex_attention about handles
 import kvpass.source_ops  # noqa: F401  # likewise
 from kvpass.config import Config
 from kvpass.graph.find import find_sites
+from kvpass.graph.flex import erase_unused, spell_out
 from kvpass.graph.inputs import give_memory
 from kvpass.graph.kv import is_update
 from kvpass.graph.legality import graph_refusal
@@ -70,7 +72,7 @@ def backend(
             "mode"
         )
     graph = _copy(gm)  # Dynamo still reads the graph it gave
-    result = find_sites(graph)
+    result = find_sites(graph, spell_out(graph, gm))
     refusal = graph_refusal(gm) if result.sites else None
     report = report_graph(graph, result, refusal)
     before = text_of(gm)
@@ -79,6 +81,7 @@ def backend(
     if refusal is not None:
         _warn_once(f"attention is not rewritten: {refusal}")
     if refusal is not None or not result.sites:
+        erase_unused(graph)
         extra = keep_effects(graph)
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         dense = [placeholders.index(node) for node in give_memory(graph)]
@@ -99,6 +102,8 @@ def backend(
     examples = [node.meta["example_value"] for node in graph.nodes if node.op == "placeholder"]
     for probe in plan.probes:
         probe.run = _module(gm, probe.graph).forward
+    for part in (part for check in plan.tables for part in check.parts):
+        part.run = _module(gm, part.graph).forward
     module = _module(gm, graph)
     observe(completed(report, plan.gone, before, text_of(module)))
     inner = compile_inner(module, examples, config)
@@ -108,7 +113,7 @@ def backend(
 
 def _may_need_it(plan: Plan) -> bool:
     """Whether a call may come that only the graph before rewriting can serve."""
-    return bool(plan.assumed) or any(
+    return bool(plan.assumed or plan.tables) or any(
         site.buffer is not None or (site.shape.keep and site.shape.mask_offset is not None)
         for family in plan.functional
         for site in family

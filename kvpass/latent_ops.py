@@ -9,6 +9,8 @@ arguments: :func:`kvpass.cpu_latent.attend_latent`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -82,7 +84,7 @@ def _attend_latent_cuda(
     nope = key_weight.shape[1]
     with torch.autocast("cuda", enabled=False):
         query = torch.cat((q[..., :nope] @ key_weight, q[..., nope:]), -1)
-        sums = triton_ops.attend_latent(
+        sums: Any = triton_ops.attend_latent(
             query,
             k_new,
             v_new,

@@ -29,8 +29,10 @@ CELLS += [
 ]
 CELLS += [Cell(name, "static", "sdpa") for name in ("llama", "mistral", "gemma2", "deepseek_v3")]
 CELLS += [Cell("gemma3n", cache, "sdpa") for cache in ("dynamic", "tiered")]
+CELLS += [Cell("gemma2", cache, "flex") for cache in ("dynamic", "tiered")]
+CELLS += [Cell("mistral", "dynamic", "flex")]
 REFUSED = {
-    Cell("llama", "dynamic", "flex"): "flex_attention",
+    Cell("llama", "static", "flex"): "is written in the graph",
     Cell("mllama", "dynamic", "sdpa"): "slice of the cache",
     Cell("llama4", "dynamic", "sdpa"): "window",
 }
@@ -63,6 +65,7 @@ def test_what_is_left_alone_has_its_reason_and_is_right(cell: Cell) -> None:
         ("gpt_oss", "eager", "aot_eager", "tiered"),
         ("bloom", "eager", "aot_eager", "dynamic"),
         ("t5", "sdpa", "aot_eager", "tiered"),
+        ("llama", "flex", "aot_eager", "tiered"),
         ("gpt_oss", "eager", "inductor", "dynamic"),
         ("t5", "sdpa", "inductor", "dynamic"),
     ],

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -13,7 +14,7 @@ from kvpass.graph.pointwise import MaskTerm
 from kvpass.graph.score import Chain
 from kvpass.graph.site import CacheSource, MaskSpec
 from kvpass.graph.values import Keep
-from kvpass.graph.walk import NotMatched, Size, need_tensor, same, same_shape, shape_of
+from kvpass.graph.walk import NotMatched, Size, fixed, need_tensor, same, same_shape, shape_of
 
 Sizes = tuple[Size, Size, Size, Size]
 
@@ -42,7 +43,8 @@ def read_mask(reader: MaskReader, chain: Chain, query: fx.Node, source: CacheSou
             )
         return MaskSpec(causal=True)
     terms = chain.scores.terms
-    readings = [_read(reader, term, scores, source) for term in terms]
+    checked = chain.positions_checked
+    readings = [_read(reader, term, scores, source, checked) for term in terms]
     known = [(term, *found) for term, found in zip(terms, readings, strict=True) if found]
     opaque = [term for term, found in zip(terms, readings, strict=True) if not found]
     # finfo.min hides a key only next to one that is visible: with other masks that is not sure.
@@ -73,9 +75,12 @@ def read_mask(reader: MaskReader, chain: Chain, query: fx.Node, source: CacheSou
 
 
 def _read(
-    reader: MaskReader, term: MaskTerm, scores: Sizes, source: CacheSource
+    reader: MaskReader, term: MaskTerm, scores: Sizes, source: CacheSource, checked: bool
 ) -> tuple[Reading, float] | None:
-    """What one term means, and the score that hidden keys get; None if it is not read exactly."""
+    """What one term means, and the score that hidden keys get; None if it is not read exactly.
+
+    ``checked``: it may take the queries to begin elsewhere, if the runtime finds the two equal.
+    """
     tensor = need_tensor(term.node, "the mask")
     shape = shape_of(term.node) or ()
     batch, _, queries, keys = scores
@@ -91,6 +96,13 @@ def _read(
         return None
     position = source.position if source.fills_buffer else None
     reading = reader.read(value, shape, batch, queries, keys, position)
+    if reading is None and checked and position is None:
+        reading = reader.read(value, shape, batch, queries, keys, keys - queries)
+        if reading is not None and reading.past is not None:
+            if fixed(reading.past - (keys - queries)) is not None:
+                return None  # never equal
+            pair = (reading.past, keys - queries)
+            reading = replace(reading, past=None, assumed=(*reading.assumed, pair))
     if reading is None or term.factor <= 0.0:
         return None
     if not source.keep and not same(reading.kv_offset, 0):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -10,6 +11,7 @@ from torch import fx
 
 from kvpass.graph.combine import read_mask
 from kvpass.graph.entry import EntryValues
+from kvpass.graph.flex import FlexCall, is_flex, match_flex
 from kvpass.graph.kv import (
     NoSource,
     address,
@@ -60,25 +62,29 @@ from kvpass.graph.walk import (
 _OPAQUE = {
     "multi_head_attention_forward": "torch.nn.MultiheadAttention is opaque: its projections and "
     "its attention are one call",
-    "flex_attention": "flex_attention is opaque: its mask and score function are not read yet; "
-    "use attn_implementation='sdpa'",
 }
 
 
-def find_sites(gm: fx.GraphModule | fx.Graph) -> FindResult:
+def find_sites(
+    gm: fx.GraphModule | fx.Graph, flex: Mapping[fx.Node, FlexCall | str] | None = None
+) -> FindResult:
     """All attentions of the graph that Dynamo hands to a backend.
 
     Reads the graph and its ``example_value`` metadata only: it changes neither, and adds no guard.
     Every attention is either a site, whose meaning is carried over in full, or a refusal with the
     reason. A softmax that is not between two products is no attention and is not reported.
 
+    Calls of flex_attention are read if :func:`kvpass.graph.flex.spell_out` has added what they
+    compute; ``flex`` is what it returned.
+
     Method: anchor at SDPA or softmax and walk; no list of templates.
     """
-    return _Finder(gm if isinstance(gm, fx.Graph) else gm.graph).run()
+    return _Finder(gm if isinstance(gm, fx.Graph) else gm.graph, flex or {}).run()
 
 
 class _Finder:
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, flex: Mapping[fx.Node, FlexCall | str]) -> None:
+        self.flex = flex
         self.nodes = list(graph.nodes)
         self.order = {node: position for position, node in enumerate(self.nodes)}
         self.live = live_nodes(graph)
@@ -97,8 +103,10 @@ class _Finder:
             opaque = self._opaque(node)
             if opaque is not None:
                 self._refuse(node, opaque)
-            elif op_name(node) == "scaled_dot_product_attention" or (
-                is_softmax(node) and looks_like_attention(node, self.live)
+            elif (
+                op_name(node) == "scaled_dot_product_attention"
+                or is_flex(node)
+                or (is_softmax(node) and looks_like_attention(node, self.live))
             ):
                 self._try(node)
         self._refuse_repeated_updates()
@@ -170,6 +178,9 @@ class _Finder:
     def _opaque(self, node: fx.Node) -> str | None:
         if node.op != "call_function":
             return None
+        if is_flex(node):
+            call = self.flex.get(node, "flex_attention is opaque: it has not been spelled out")
+            return call if isinstance(call, str) else None
         name = str(getattr(node.target, "__name__", node.target))
         if name in _OPAQUE:
             return _OPAQUE[name]
@@ -202,8 +213,7 @@ class _Finder:
             self.count += 1
 
     def _match(self, node: fx.Node) -> AttentionSite:
-        sdpa = op_name(node) == "scaled_dot_product_attention"
-        chain = match_sdpa(node) if sdpa else match_softmax(node, self.live)
+        chain = self._chain(node)
         keys, values = unrepeat(chain.keys), unrepeat(chain.values)
         query = unfold_query(chain.query)
         factor = keys.factor
@@ -243,7 +253,15 @@ class _Finder:
             module=module_path(node) or f"attention[{self.count}]",
             interior=interior,
             latent=latent,
+            tables=chain.tables,
         )
+
+    def _chain(self, node: fx.Node) -> Chain:
+        call = self.flex.get(node)
+        if isinstance(call, FlexCall):
+            return match_flex(node, call, self.live)
+        sdpa = op_name(node) == "scaled_dot_product_attention"
+        return match_sdpa(node) if sdpa else match_softmax(node, self.live)
 
     def _source(
         self, keys: Operand, values: Operand, first: fx.Node

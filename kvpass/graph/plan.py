@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvpass.graph.probe import Probe
+from kvpass.graph.tables import TableCheck
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ class Plan:
             None for a number, "value" or "positions" for a tensor (:mod:`kvpass.graph.entry`).
         assumed: pairs of sizes that must be equal.
         probes: what must be found of the numbers of masks.
+        tables: what must hold of block tables.
         grows: input index of an integer tensor to what the graph adds to it in place.
         dense: input indices of buffers that the graph still writes to, so that they need memory.
         rewritten: number of sites.
@@ -115,6 +117,7 @@ class Plan:
     symbols: dict[Any, tuple[int, int | str | None]] = field(default_factory=dict)
     assumed: list[tuple[Any, Any]] = field(default_factory=list)
     probes: list[Probe] = field(default_factory=list)
+    tables: list[TableCheck] = field(default_factory=list)
     grows: dict[int, Any] = field(default_factory=dict)
     dense: list[int] = field(default_factory=list)
     rewritten: int = 0

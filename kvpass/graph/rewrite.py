@@ -25,6 +25,7 @@ from kvpass.graph.emit import (
     total,
 )
 from kvpass.graph.entry import EntryValues
+from kvpass.graph.flex import erase_unused
 from kvpass.graph.inputs import Rows, give_memory, grown, plain, symbols_of
 from kvpass.graph.kv import address, is_handle, is_update
 from kvpass.graph.plan import BufferUse, FunctionalSite, LayerShape, Plan, TieredGroup
@@ -109,6 +110,7 @@ def rewrite(
     # A mask may compare positions with themselves: that they are consecutive is checked anyway.
     pairs += [(symbol, symbol) for symbol, kind in entry.symbols.values() if kind == "positions"]
     plan.assumed = list(dict.fromkeys((plain(a), plain(b)) for a, b in pairs))
+    plan.tables = list(dict.fromkeys(site.tables for site in sites if site.tables is not None))
     rows = Rows(graph, placeholders)
     groups: dict[tuple[Any, ...], tuple[TieredGroup, fx.Node]] = {}
     tiered = [site for site in sites if site.source.form == "tiered"]
@@ -174,6 +176,7 @@ def rewrite(
             probe.ends.append((plain(site.source.position), _shape_of(site).tokens))
     if functional and returned is not None:
         output.args = (kind(returned),)
+    erase_unused(graph)
     erased = _erase_dead(graph, sites)
     plan.gone = [_gone(site, erased) for site in sites]
     for node in placeholders:

@@ -18,6 +18,7 @@ from kvpass.graph.pointwise import (
     walk_back,
 )
 from kvpass.graph.product import PRODUCTS, bias_of, key_operand, value_operand
+from kvpass.graph.tables import TableCheck
 from kvpass.graph.walk import (
     NotMatched,
     bind,
@@ -44,6 +45,8 @@ class Chain:
         causal_flag: SDPA's ``is_causal``.
         grouped: SDPA's ``enable_gqa``.
         interior: nodes that disappear, without ``output``.
+        tables: what must hold of flex_attention's block tables.
+        positions_checked: where queries begin may be left for the runtime to confirm.
     """
 
     anchor: fx.Node
@@ -55,6 +58,8 @@ class Chain:
     causal_flag: bool = False
     grouped: bool = False
     interior: list[fx.Node] = field(default_factory=list)
+    tables: TableCheck | None = None
+    positions_checked: bool = False
 
 
 def is_softmax(node: fx.Node) -> bool:

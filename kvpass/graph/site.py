@@ -12,6 +12,7 @@ from kvpass.graph.entry import EntryValues
 from kvpass.graph.latent import Latent
 from kvpass.graph.pointwise import MaskTerm
 from kvpass.graph.probe import Probe
+from kvpass.graph.tables import TableCheck
 from kvpass.graph.walk import Size, same, shape_of
 
 CacheForm = Literal["tiered", "functional", "read", "static", "none"]
@@ -124,6 +125,7 @@ class AttentionSite:
     ``sinks`` extra logits [Hq] of the softmax without values.
     ``interior`` are the nodes between the source and the output, which must have no other users.
     With ``latent`` the source holds latents and rotary keys, of which keys and values are made.
+    ``tables`` is what must hold of flex_attention's block tables in a call.
     """
 
     anchor: fx.Node
@@ -137,6 +139,7 @@ class AttentionSite:
     softcap: float = 0.0
     factors: tuple[fx.Node, ...] = ()
     sinks: fx.Node | None = None
+    tables: TableCheck | None = None
     latent: Latent | None = None
 
     @property

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvpass.config import Config
-from kvpass.errors import CacheStateError
+from kvpass.errors import CacheStateError, KVPassWarning
 from kvpass.graph.plan import Plan, TieredGroup
 from kvpass.runtime import directory
 from kvpass.runtime.content import Lease
@@ -74,6 +76,10 @@ class RewrittenGraph:
             )
             if not probe.holds(args, end):
                 raise NotCounted
+        for check in plan.tables:
+            if not check.holds(args, sizes):
+                _warn_of_tables()
+                raise NotCounted
         rows: list[Tensor] = []
         leases: list[Lease] = []
         with ExitStack() as steps:
@@ -117,3 +123,15 @@ class RewrittenGraph:
                 )
             check_mask(assumed, stored + tokens, sizes)
         return manager.step(batch, tokens, sorted(group.layers))
+
+
+@cache
+def _warn_of_tables() -> None:
+    """Once a process: such a call cannot be rewritten, and is slow."""
+    warnings.warn(
+        "kvpass: the blocks that a BlockMask of flex_attention lists are not those that its "
+        "mask_mod shows: the attention runs uncompiled, which follows the mask_mod; make the "
+        "BlockMask with create_block_mask from the same mask_mod, captured tensors and sizes",
+        KVPassWarning,
+        stacklevel=2,
+    )

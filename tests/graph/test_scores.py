@@ -547,14 +547,6 @@ def test_multi_head_attention_module_is_opaque() -> None:
     one_refusal(find(step, torch.randn(2, 3, 32)), "MultiheadAttention is opaque")
 
 
-def test_flex_attention_is_opaque() -> None:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    one_refusal(
-        cached(lambda q, k, v: flex_attention(q, k, v[..., :16])), "flex_attention is opaque"
-    )
-
-
 def test_scale_of_a_dynamic_graph_is_exact_and_guarded() -> None:
     """Under ``dynamic=True`` a float attribute is a symbol; its value is used only if guarded."""
 
