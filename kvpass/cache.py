@@ -306,7 +306,7 @@ class TieredCache:
         if state.batch is not None and state.manager is not None:
             length = min(length, self.shortest)
             state.manager.crop(state.batch, length)
-            self._lengths = [min(length, stored) for stored in self._lengths]
+            self._lengths[:] = [min(length, stored) for stored in self._lengths]
 
     def select(self, sequences: list[int]) -> None:
         """Keep these sequences, in this order; repeated ones share full blocks."""

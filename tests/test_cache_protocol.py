@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from kvpass.errors import CapacityError, KVPassWarning, ShapeError, UnsupportedError
-from tests.models import compile_with, prompt, tiered, tiny
+from model_zoo.architectures import ARCHITECTURES
+from tests.models import compile_with, generate, prompt, tiered, tiny
 
 
 @pytest.fixture(autouse=True)
@@ -231,3 +232,30 @@ def test_a_hot_tier_below_one_block_of_all_layers_warns(size, block_size, hot, e
     (message,) = warned(hot)
     assert "less than one block of every layer and sequence" in message
     assert f"hot='{enough}'" in message
+
+
+def test_truncate_leaves_layers_that_hold_nothing():
+    """Layers that share keys and values with others store none."""
+    cache = tiered(tiny("llama"))
+    keys, values = expected(range(2), 8)
+    cache.update(keys, values, 0)
+    cache.truncate(6)
+    assert (cache.get_seq_length(0), cache.get_seq_length(1)) == (6, 0)
+    cache.crop(-2)
+    assert (cache.get_seq_length(0), cache.get_seq_length(1)) == (4, 0)
+    got = cache.update(torch.empty(2, 2, 0, 16), torch.empty(2, 2, 0, 16), 0)
+    for part, wanted in zip(got, expected(range(2), 4), strict=True):
+        assert torch.equal(part, wanted)
+
+
+def test_assisted_decoding_of_layers_that_share_keys():
+    model = ARCHITECTURES["gemma3n"].build("sdpa")
+    ids = torch.randint(3, 90, (1, 12), generator=torch.Generator().manual_seed(0))
+    ids = torch.cat([ids, ids], 1)
+    wanted = generate(model, ids, torch.ones_like(ids), 16, prompt_lookup_num_tokens=3)
+    compile_with(model)
+    cache = tiered(model)
+    got = generate(
+        model, ids, torch.ones_like(ids), 16, prompt_lookup_num_tokens=3, past_key_values=cache
+    )
+    assert torch.equal(got.sequences, wanted.sequences)

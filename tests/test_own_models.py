@@ -225,3 +225,92 @@ def test_the_own_decoder_with_and_without_a_cache(padding):
     assert all(report.rewritten == 3 for report in reports)
     with torch.no_grad():
         assert torch.equal(compiled(ids), decoder(ids))
+
+
+ORDERS = {
+    "consecutive": [0, 1, 2, 3, 4, 5],
+    "from somewhere": [7, 8, 9, 10, 11, 12],
+    "packed": [0, 1, 2, 0, 1, 2],
+    "reversed": [5, 4, 3, 2, 1, 0],
+    "sparse": [0, 10, 20, 30, 40, 50],
+}
+
+
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("order", ORDERS)
+def test_positions_compared_with_themselves(order, window):
+    """Only consecutive ones make the mask causal."""
+    given = torch.tensor(ORDERS[order])
+
+    def attention_of(q, k, v, past_k, past_v, positions):
+        k, v = torch.cat((past_k, k), 2), torch.cat((past_v, v), 2)
+        seen = positions[None, :] <= positions[:, None]
+        if window:
+            seen = seen & (positions[None, :] > positions[:, None] - window)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen), (k, v)
+
+    q, k, v = qkv(6)
+    empty = k[:, :, :0], v[:, :, :0]
+    compiled = torch.compile(
+        attention_of, backend=kvpass.backend, options={"inner": "eager"} | OPTIONS
+    )
+    with torch.no_grad():
+        out, past = compiled(q, k, v, *empty, given)
+        expected, grown = attention_of(q, k, v, *empty, given)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(past[0] + 0, grown[0])
+
+
+def test_an_attention_asks_what_another_found():
+    """The output of one attention is the query of the next."""
+
+    def attention(q, k, v, past):
+        first, second = past or ((k[:, :, :0], v[:, :, :0]), (k[:, :, :0], v[:, :, :0]))
+        mask = causal(q.shape[2], first[0].shape[2] + k.shape[2])
+        first = grow(k, v, first)
+        out = F.scaled_dot_product_attention(q, *first, attn_mask=mask)
+        second = grow(k * 2, v + 1, second)
+        return F.scaled_dot_product_attention(out, *second, attn_mask=mask), (first, second)
+
+    expected, got, rewritten, _ = both(attention, qkv(40), qkv(3), qkv(1), qkv(1, seed=5))
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    assert rewritten[-1] == 2  # the first has no cache, the second three lengths at once
+
+
+@pytest.mark.parametrize("newest_first", [True, False])
+def test_two_lengths_of_one_sequence_in_a_graph(newest_first):
+    def attention(q, k, v, past_k, past_v):
+        k, v = torch.cat((past_k, k), 2), torch.cat((past_v, v), 2)
+        return F.scaled_dot_product_attention(q, k, v), (k, v)
+
+    def pair(q, k, v, first, second):
+        short = q[:, :, :2], k[:, :, :2], v[:, :, :2]
+        return attention(q, k, v, *first), attention(*short, *second)
+
+    options = {"inner": "eager"} | OPTIONS
+    grow_one = torch.compile(attention, backend=kvpass.backend, options=options)
+    compiled = torch.compile(pair, backend=kvpass.backend, options=options)
+    with torch.no_grad():
+        start = qkv(1)[1][:, :, :0]
+        _, older = grow_one(*qkv(9), start, start)
+        _, newer = grow_one(*qkv(5), *older)
+        pasts = (newer, older) if newest_first else (older, newer)
+        dense = [tuple(x.clone() for x in past) for past in pasts]
+        got, expected = compiled(*qkv(3), *pasts), pair(*qkv(3), *dense)
+    for (a, grown_a), (b, grown_b) in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(grown_a[0] + 0, grown_b[0])
+
+
+def test_b01_scores_filled_with_nan_are_no_mask():
+    def attention(q, k, v, past):
+        k, v = grow(k, v, past)
+        scores = (q @ k.mT).masked_fill(~causal(q.shape[2], k.shape[2]), math.nan)
+        return scores.softmax(-1) @ v, (k, v)
+
+    expected, got, rewritten, reports = both(attention, qkv(4), qkv(1))
+    assert set(rewritten) == {0}
+    assert "nan" in reports[0].sites[0].reason
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a.isnan(), b.isnan())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -248,8 +249,9 @@ def _replace(
     tokens: dict[tuple[fx.Node, fx.Node], fx.Node],
 ) -> None:
     """Replace one site; ``tokens`` are of the keys and values that have been appended."""
-    source = site.source
     shared = _cache_of(site)
+    site = _up_to_date(site)
+    source = site.source
     before = example(site.output)
     with graph.inserting_before(site.output):
         last = site.output.prev
@@ -294,7 +296,21 @@ def _replace(
                     added.meta[key] = site.output.meta[key]
             added = added.next
     site.output.replace_all_uses_with(out)
+    site.output.meta[_IN_PLACE] = out
     _replace_sizes(graph, site)
+
+
+_IN_PLACE = "kvpass_in_place"
+
+
+def _up_to_date(site: AttentionSite) -> AttentionSite:
+    """The site with what stands in place of outputs that have been replaced since it was found."""
+
+    def now(node: Any) -> Any:
+        return node.meta.get(_IN_PLACE, node) if isinstance(node, fx.Node) else node
+
+    source = replace(site.source, k_new=now(site.source.k_new), v_new=now(site.source.v_new))
+    return replace(site, query=now(site.query), source=source)
 
 
 def _beside(graph: fx.Graph, mask: fx.Node | None, query: fx.Node) -> fx.Node | None:
