@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from kvpass.graph.mask import MaskReader, Reading
+from kvpass.graph.operands import heads_first
 from kvpass.graph.pointwise import MaskTerm
 from kvpass.graph.score import Chain
 from kvpass.graph.site import CacheSource, MaskSpec
@@ -27,7 +28,7 @@ def read_mask(reader: MaskReader, chain: Chain, query: fx.Node, source: CacheSou
     Raises:
         NotMatched: a mask has no exact form.
     """
-    shape = need_tensor(query, "the query").shape
+    shape = heads_first(need_tensor(query, "the query"), "query" in chain.tokens_first).shape
     need_tensor(source.keys, "the keys")
     keys = source.shapes[0][2]
     scores: Sizes = (shape[0], shape[1], shape[2], keys)

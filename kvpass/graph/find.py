@@ -17,12 +17,20 @@ from kvpass.graph.kv import (
     find_source,
     is_handle,
     is_read,
+    is_source,
     is_update,
     placed_mask,
 )
 from kvpass.graph.legality import site_refusal
 from kvpass.graph.mask import MaskReader
-from kvpass.graph.operands import Operand, behind_transpose, kv_heads, unfold_query, unrepeat
+from kvpass.graph.operands import (
+    Operand,
+    behind_transpose,
+    heads_first,
+    kv_heads,
+    unfold_query,
+    unrepeat,
+)
 from kvpass.graph.probe import Probe, probe_of
 from kvpass.graph.score import (
     Chain,
@@ -203,18 +211,21 @@ class _Finder:
     def _match(self, node: fx.Node) -> AttentionSite:
         sdpa = op_name(node) == "scaled_dot_product_attention"
         chain = match_sdpa(node) if sdpa else match_softmax(node, self.live)
-        keys, values = unrepeat(chain.keys), unrepeat(chain.values)
+        keys = unrepeat(chain.keys, "keys" in chain.tokens_first)
+        values = unrepeat(chain.values, "values" in chain.tokens_first)
         query = unfold_query(chain.query)
+        query_first = "query" in chain.tokens_first
+        queries = heads_first(need_tensor(query.base, "the query"), query_first)
         first = min((*chain.interior, chain.anchor), key=self.order.__getitem__)
         keys, values, source = self._source(keys, values, first)
         _check_operands(query, keys, values)
         check_new(source, query.base)
-        self._check_heads(query, keys, values, chain.grouped)
+        self._check_heads(queries, keys, values, chain.grouped)
         interior = self._interior(chain, keys, values)
         self._check_users(chain, source, interior)
         mask = read_mask(self.reader, chain, query.base, source)
         source = self._with_assumptions(source, mask)
-        mask = placed_mask(source, query.base, mask)
+        mask = placed_mask(source, queries, mask)
         self._check_writes(chain, query.base, source, mask, interior)
         scores = chain.scores
         return AttentionSite(
@@ -225,6 +236,8 @@ class _Finder:
             softcap=scores.softcap,
             factors=tuple(scores.factors),
             sinks=scores.sinks,
+            query_first=query_first,
+            output_first="output" in chain.tokens_first,
             mask=mask,
             source=source,
             module=module_path(node) or f"attention[{self.count}]",
@@ -243,6 +256,10 @@ class _Finder:
             source = self.static.source(k, v, first) if k and v else None
             if k and v and source is not None:
                 return k, v, source
+        if further[0] is not None and is_source(further[0]):
+            keys = further[0]
+        if further[1] is not None and is_source(further[1]):
+            values = further[1]
         return keys, values, find_source(keys, values, self.live)
 
     def _with_assumptions(self, source: CacheSource, mask: MaskSpec) -> CacheSource:
@@ -279,8 +296,10 @@ class _Finder:
             raise NoSource(found)
         return found
 
-    def _check_heads(self, query: Operand, keys: Operand, values: Operand, grouped: bool) -> None:
-        shape = need_tensor(query.base, "the query").shape
+    def _check_heads(
+        self, query: torch.Tensor, keys: Operand, values: Operand, grouped: bool
+    ) -> None:
+        shape = query.shape
         if len(shape) != 4 or not isinstance(shape[1], int):
             raise NotMatched("the query is not [batch, heads, tokens, head_dim] with static heads")
         for operand, what in ((keys, "keys"), (values, "values")):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from kvpass.graph.operands import heads_first
 from kvpass.graph.site import AttentionSite
 from kvpass.graph.walk import same, same_shape, tensor_of
 
@@ -21,8 +22,8 @@ def site_refusal(site: AttentionSite) -> str | None:
     output = tensor_of(site.output)
     if query is None or keys is None or values is None or output is None:
         return "query, keys, values or output have no known shape"
-    if site.source.tokens_first:
-        keys, values = (t.transpose(1, 2) if t.dim() == 4 else t for t in (keys, values))
+    query, output = heads_first(query, site.query_first), heads_first(output, site.output_first)
+    keys, values = (heads_first(t, site.source.tokens_first) for t in (keys, values))
     for name, tensor in (("query", query), ("keys", keys), ("values", values)):
         if tensor.dim() != 4:
             return f"{name} of shape {tuple(tensor.shape)}: only [batch, heads, tokens, head_dim]"

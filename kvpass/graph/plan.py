@@ -19,7 +19,7 @@ class LayerShape:
     call: tokens stored (TieredCache only), and columns of the padding mask. ``keep``: tokens of a
     functional cache that are passed on, 0 for all. ``mask_offset``: column of the padding mask that
     the graph takes for the first of them. ``absolute``: an operand counts keys from the first token
-    of the sequence.
+    of the sequence. ``tokens_first``: the graph has keys and values as ``[B, tokens, Hkv, D]``.
     """
 
     batch: Any
@@ -34,6 +34,7 @@ class LayerShape:
     mask_offset: Any = None
     keep: int = 0
     absolute: bool = False
+    tokens_first: bool = False
 
 
 @dataclass(frozen=True)

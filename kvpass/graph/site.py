@@ -120,7 +120,8 @@ class AttentionSite:
     ``anchor`` is the SDPA or softmax node, ``output`` the node whose value is [B, Hq, n, Dv] (or
     [B * Hq, n, Dv]) and is replaced, ``query`` the node [B, Hq, n, Dk] before any scaling that
     ``scale`` carries. ``factors`` are scales known at run time only, ``softcap`` 0 for none,
-    ``sinks`` extra logits [Hq] of the softmax without values.
+    ``sinks`` extra logits [Hq] of the softmax without values. ``query_first`` and ``output_first``:
+    the query, and the output, are [B, n, Hq, D].
     ``interior`` are the nodes between the source and the output, which must have no other users.
     """
 
@@ -135,6 +136,8 @@ class AttentionSite:
     softcap: float = 0.0
     factors: tuple[fx.Node, ...] = ()
     sinks: fx.Node | None = None
+    query_first: bool = False
+    output_first: bool = False
 
 
 @dataclass(frozen=True)
