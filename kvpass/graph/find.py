@@ -164,7 +164,8 @@ class _Finder:
         seen: dict[tuple[fx.Node, fx.Node], set[object]] = {}
         for site in sites:
             masks = seen.setdefault((site.source.keys, site.source.values), set())
-            masks.add((site.mask.kv_mask, tuple(term.node for term in site.mask.terms)))
+            terms = tuple(term.node for term in site.mask.terms)
+            masks.add((site.mask.kv_mask, terms, site.mask.chunk))
         kept: list[AttentionSite] = []
         for site in sites:
             if site.source.keep and len(seen[site.source.keys, site.source.values]) > 1:

@@ -276,13 +276,15 @@ def placed_mask(source: CacheSource, query: torch.Tensor, mask: MaskSpec) -> Mas
     if source.form == "static" and source.keep:
         return _in_buffer(source, mask)
     if source.keep:
+        shown = mask.window or mask.chunk
         keys = source.shapes[0][2]
-        if not mask.window and mask.causal and proven(keys <= source.keep + 1):
+        if not shown and mask.causal and proven(keys <= source.keep + 1):
             mask = replace(mask, window=source.keep + 1)  # all tokens that are kept, no older ones
-        if mask.window == 0 or mask.window > source.keep + 1:
+            shown = mask.window
+        if not 0 < shown <= source.keep + 1:
             raise NoSource(
                 f"the cache keeps {source.keep} tokens, the mask shows "
-                f"{mask.window or 'all of them'}: a shortened cache needs a window that fits"
+                f"{shown or 'all of them'}: a shortened cache needs a window that fits"
             )
         past = shape_of(source.past_k)
         whole = past is None or proven(past[axis] < source.keep)
@@ -301,6 +303,11 @@ def _in_buffer(source: CacheSource, mask: MaskSpec) -> MaskSpec:
         NoSource: it shows others.
     """
     shown = mask.window
+    if mask.chunk:
+        raise NoSource(
+            "a mask in chunks over a buffer that keeps the last tokens: pass a TieredCache, which "
+            "keeps positions"
+        )
     if source.position is not None and same(source.position, 0):
         return mask  # nothing is in the buffer yet: keys are the new ones
     if source.write == "roll":

@@ -46,7 +46,7 @@ def _shape_of(site: AttentionSite) -> LayerShape:
         past=None if past is None else plain(past),
         mask=None if mask is None else plain(example(mask).shape[1]),
         keep=source.keep,
-        mask_offset=None if mask is None else plain(site.mask.kv_offset),
+        mask_offset=None if mask is None and not site.mask.chunk else plain(site.mask.kv_offset),
         absolute=bool(site.mask.terms),
         tokens_first=source.tokens_first,
     )
@@ -335,7 +335,8 @@ def _swapped(arguments: Any, old: fx.Node, new: Any) -> Any:
 def _options(site: AttentionSite) -> dict[str, Any]:
     """Arguments of ``attend`` that differ from their default."""
     options: dict[str, Any] = {
-        "softcap": site.softcap, "window": site.mask.window, "sinks": site.sinks
+        "softcap": site.softcap, "window": site.mask.window, "chunk": site.mask.chunk,
+        "sinks": site.sinks,
     }  # fmt: skip
     if site.source.k_new is None:
         options["kv_heads"] = int(site.source.shapes[0][1])

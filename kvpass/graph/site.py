@@ -83,6 +83,8 @@ class MaskSpec:
     ``kv_mask``: node of a bool tensor [B, >= keys], True = may be seen (padding); or None. Its
     column ``kv_offset`` stands for the first key: 0 unless the cache keeps a window of tokens.
     ``window``: with ``causal``, the query at position p sees keys j > p - window only; 0: all.
+    ``chunk``: with ``causal``, it sees keys with j // chunk == p // chunk only, where ``kv_offset``
+    is the position of the first key; 0: all.
     ``terms``: masks and biases that are not read, in the order in which they are applied; each
     broadcasts to [B, Hq, n, keys], or is [B * Hq, 1|n, 1|keys]. Parts are combined by logical and /
     addition. ``past``: where a causal mask takes the queries to begin. ``assumed``: pairs of sizes
@@ -91,6 +93,7 @@ class MaskSpec:
 
     causal: bool = False
     window: int = 0
+    chunk: int = 0
     kv_mask: fx.Node | None = None
     kv_offset: Size = 0
     terms: tuple[MaskTerm, ...] = ()
@@ -106,7 +109,8 @@ class MaskSpec:
         """The mask in words."""
         parts = []
         if self.causal:
-            parts.append(f"causal in a window of {self.window}" if self.window else "causal")
+            inside = f" in a window of {self.window}" if self.window else ""
+            parts.append("causal" + (f" in chunks of {self.chunk}" if self.chunk else inside))
         if self.kv_mask is not None:
             parts.append("padding")
         parts.extend(f"operand {term.node.name}" for term in self.terms)
