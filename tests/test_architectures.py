@@ -6,8 +6,12 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("transformers")
-from kvpass.cli.matrix import run_cell
+import torch
+
+from kvpass.cli.matrix import BATCH, SOURCE_TOKENS, make_cache, model_inputs, run_cell
+from kvpass.graph.report import observed
 from model_zoo.architectures import ARCHITECTURES, Cache, Cell
+from tests.models import compile_with, tiered
 
 # Left as they are in one form or another, with a reason that the matrix shows.
 PARTLY = ("deepseek_v3", "mllama", "gemma3n")
@@ -53,6 +57,40 @@ def test_what_is_left_alone_has_its_reason_and_is_right(cell: Cell) -> None:
     assert result.rewritten < result.sites
     assert any(REFUSED[cell] in refused.reason for refused in result.refused)
     assert result.tokens_equal
+
+
+@pytest.mark.parametrize("form", ["dynamic", "tiered"])
+def test_cross_attention_of_mllama_under_its_mask(form: str) -> None:
+    architecture = ARCHITECTURES["mllama"]
+    model = architecture.build("sdpa")
+    results, reports = [], []
+    for compiled in (False, True):
+        cache = make_cache(architecture, model, "dynamic", 0)
+        if compiled:
+            compile_with(model)
+            cache = tiered(model) if form == "tiered" else cache
+        given = model_inputs(architecture, model)
+        generator = torch.Generator().manual_seed(1)
+        logits = []
+        with torch.no_grad(), observed(reports.append):
+            for _ in range(4):
+                n = given["input_ids"].shape[1]
+                hidden = torch.rand(BATCH, 1, n, SOURCE_TOKENS, generator=generator) > 0.6
+                hidden[..., 0] = False
+                mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo().min)
+                rows = torch.ones(BATCH, 1, n, 1)
+                logits.append(
+                    model(
+                        **given,
+                        past_key_values=cache,
+                        cross_attention_mask=mask,
+                        full_text_row_masked_out_mask=rows,
+                    ).logits[:, -1]
+                )
+                given = {"input_ids": logits[-1].argmax(-1)[:, None]}
+        results.append(logits)
+    assert reports and all(report.rewritten == 3 for report in reports)
+    assert all((a - b).abs().max() < 5e-5 for a, b in zip(*results, strict=True))
 
 
 # `kvpass models --inner inductor` runs them all; these cover every option of the ops.

@@ -365,7 +365,11 @@ def _explain(operand: Operand, what: str) -> None:
         )
     caches = [node for node in near if node is not base and _is_cache(node)]
     if caches and op_name(base) == "getitem":
-        raise NoSource(f"{what} are a slice of the cache ({describe(base)}): not supported yet")
+        raise NoSource(
+            f"{what} are a slice of the cache ({describe(base)}): only whole caches are read. "
+            "transformers cuts keys to the number of queries where a causal layer gets no mask: "
+            "pass the model its masks, such as cross_attention_mask"
+        )
     if caches and is_cast(base):
         raise NoSource(
             f"{what} are cast by {describe(base)} between the cache and the product: "
