@@ -125,16 +125,16 @@ class _Span:
         if self.bias is not None and self.bias.dtype == torch.bool:
             parts.append(self.bias[:, self.begin : self.end, first:last])
         low, high = self.past + self.begin, self.past + self.end - 1
-        window = self.scoring.window
+        window, chunk = self.scoring.window, self.scoring.chunk
         late = self.scoring.causal and last - 1 > low
-        old = window > 0 and first <= high - window
+        old = first < self.scoring.first_seen(high)
         if late or old:
             rows = torch.arange(low, high + 1).view(1, -1, 1)
             columns = torch.arange(first, last).view(1, 1, -1)
             if late:
                 parts.append(columns <= rows)
             if old:
-                parts.append(columns > rows - window)
+                parts.append(columns >= rows // chunk * chunk if chunk else columns > rows - window)
         if not parts:
             return None
         result = parts[0]

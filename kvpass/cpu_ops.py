@@ -94,6 +94,7 @@ def attend(
     softcap: float = 0.0,
     window: int = 0,
     sinks: Tensor | None = None,
+    chunk: int = 0,
 ) -> Tensor:
     """Attention of n queries over all stored tokens and the m new ones.
 
@@ -108,6 +109,8 @@ def attend(
         kv_mask: bool ``[B, >= stored + m]``, False = never seen.
         bias: ``[B|1, Hq|1, n, >= stored + m]``, bool (False = not seen) or float (added).
         softcap: scores become ``softcap * tanh(scores / softcap)`` before bias and masks; 0 = none.
+        chunk: query i sees positions of its own chunk only, those with the same
+            ``position // chunk``; 0: all. Not with a window.
         window: query i sees the last ``window`` positions up to ``stored + i`` only, its own among
             them; 0 = all. Needs ``causal``. Blocks that no query sees are not read.
         sinks: ``[Hq]``, one more logit of each head's softmax, without a value.
@@ -121,7 +124,10 @@ def attend(
     out = torch.empty((size, tokens, heads, width), dtype=q.dtype, device=q.device)
     if window >= batch.lengths[layer] + new:
         window = 0  # it covers everything
-    scoring = Scoring(scale, causal, softcap, window, None if sinks is None else sinks.float())
+    if chunk >= batch.lengths[layer] + new:
+        chunk = 0  # as does the first chunk
+    sink_logits = None if sinks is None else sinks.float()
+    scoring = Scoring(scale, causal, softcap, window, sink_logits, chunk)
     masks = masks_of(size, kv_mask, bias)
     for sequence, (mask, extra) in enumerate(masks):
         row = batch.blocks[layer][sequence]
@@ -186,7 +192,7 @@ def decode(
     if total == 0:
         out.zero_()
         return
-    begin = max(total - scoring.window, 0) if scoring.window else 0
+    begin = scoring.first_seen(total - 1)
     first = begin // size
     row = row[first : geometry.blocks_for(total)]
     count = len(row)

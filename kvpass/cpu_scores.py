@@ -23,6 +23,8 @@ class Scoring:
         softcap: scores become ``softcap * tanh(scores / softcap)``, as in Gemma 2; 0 = none.
         window: a query sees this many positions up to its own; 0 = all.
         sinks: fp32 ``[Hq]``, a logit without a value, as in gpt-oss; or None.
+        chunk: a query at position p sees positions from ``p // chunk * chunk`` on, as in Llama 4;
+            0 = all. Not with a window.
     """
 
     scale: float
@@ -30,11 +32,12 @@ class Scoring:
     softcap: float
     window: int
     sinks: Tensor | None
+    chunk: int = 0
 
     @property
     def plain(self) -> bool:
         """Whether an ordinary softmax of scaled products is all there is."""
-        return not self.softcap and not self.window and self.sinks is None
+        return not (self.softcap or self.window or self.chunk) and self.sinks is None
 
     @property
     def factor(self) -> float:
@@ -47,6 +50,8 @@ class Scoring:
 
     def first_seen(self, position: int) -> int:
         """The first position that the query at ``position`` sees."""
+        if self.chunk:
+            return position // self.chunk * self.chunk
         return max(position - self.window + 1, 0) if self.window else 0
 
 

@@ -13,10 +13,11 @@ returns.
 
 - ``append(k, v, rows, layer, block_size) -> token``
 - ``attend(q, k_new, v_new, token, rows, layer, block_size, scale, causal, kv_mask, bias, softcap,
-  window, sinks, kv_heads, head_dim_v) -> out``, ``[B, Hq, n, Dv]`` laid out as ``[B, n, Hq, Dv]``
-  in memory: n queries over the stored tokens and m new ones. Without ``k_new``, ``v_new`` and
-  ``token`` (cross attention after its first step) the stored ones are all, in the dtype of ``q``;
-  only then are ``kv_heads`` and ``head_dim_v`` read. Meaning of the rest: ``cpu_ops.attend``.
+  window, sinks, kv_heads, head_dim_v, chunk) -> out``, ``[B, Hq, n, Dv]`` laid out as
+  ``[B, n, Hq, Dv]`` in memory: n queries over the stored tokens and m new ones. Without ``k_new``,
+  ``v_new`` and ``token`` (cross attention after its first step) the stored ones are all, in the
+  dtype of ``q``; only then are ``kv_heads`` and ``head_dim_v`` read. Meaning of the rest:
+  ``cpu_ops.attend``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from triton_ops._checks import (
     new_keys_operand,
     sinks_operand,
     softcap_operand,
-    window_operand,
+    span_operand,
 )
 
 _LIBRARY = torch.library.Library("kvpass", "DEF")
@@ -52,8 +53,8 @@ _LIBRARY.define("append(Tensor k, Tensor v, Tensor rows, int layer, int block_si
 _LIBRARY.define(
     "attend(Tensor q, Tensor? k_new, Tensor? v_new, Tensor? token, Tensor rows, int layer,"
     " int block_size, float scale, bool causal, Tensor? kv_mask, Tensor? bias,"
-    " float softcap=0.0, int window=0, Tensor? sinks=None, int kv_heads=0, int head_dim_v=0)"
-    " -> Tensor"
+    " float softcap=0.0, int window=0, Tensor? sinks=None, int kv_heads=0, int head_dim_v=0,"
+    " int chunk=0) -> Tensor"
 )
 
 
@@ -84,9 +85,10 @@ def _attend_cpu(
     sinks: Tensor | None = None,
     kv_heads: int = 0,
     head_dim_v: int = 0,
+    chunk: int = 0,
 ) -> Tensor:
     new = _check(
-        q, k_new, v_new, token, scale, causal, softcap, window, sinks, kv_heads, head_dim_v
+        q, k_new, v_new, token, scale, causal, softcap, window, chunk, sinks, kv_heads, head_dim_v
     )
     if q.shape[0] == 0:
         return empty_output(q, new.head_dim_v)
@@ -101,7 +103,7 @@ def _attend_cpu(
     with torch.autocast("cpu", enabled=False):
         out = cpu_ops.attend(
             batch, layer, q, k_new, v_new, scale, causal, kv_mask, full_bias(bias, q.shape[2]),
-            softcap, window, sinks,
+            softcap, window, sinks, chunk,
         )  # fmt: skip
     return out.transpose(1, 2)
 
@@ -131,12 +133,13 @@ def _attend_cuda(
     sinks: Tensor | None = None,
     kv_heads: int = 0,
     head_dim_v: int = 0,
+    chunk: int = 0,
 ) -> Tensor:
     import triton_ops
 
     out: Any
     new = _check(
-        q, k_new, v_new, token, scale, causal, softcap, window, sinks, kv_heads, head_dim_v
+        q, k_new, v_new, token, scale, causal, softcap, window, chunk, sinks, kv_heads, head_dim_v
     )
     tables = tables_for(q.device)
     options: dict[str, Any] = {
@@ -146,6 +149,7 @@ def _attend_cuda(
         "bias": full_bias(bias, q.shape[2]),
         "softcap": softcap,
         "window": window,
+        "chunk": chunk,
         "sinks": sinks,
         "kv_heads": new.kv_heads,
         "head_dim_v": new.head_dim_v,
@@ -178,6 +182,7 @@ def _check(
     causal: bool,
     softcap: float,
     window: int,
+    chunk: int,
     sinks: Tensor | None,
     kv_heads: int,
     head_dim_v: int,
@@ -191,7 +196,7 @@ def _check(
         new = new_keys_operand(k_new, v_new, q, kv_heads or None, head_dim_v or None, None)
         group_size(q.shape[1], new.kv_heads)
         softcap_operand(softcap, scale)
-        window_operand(window)
+        span_operand(window, chunk, causal)
         sinks_operand(sinks, q.shape[1], q.device)
     except (TypeError, ValueError) as error:
         raise ShapeError(f"attend: {error}") from None
@@ -201,8 +206,6 @@ def _check(
         raise ShapeError(
             f"attend: causal needs as many new keys as queries, got {new.tokens} and {q.shape[2]}"
         )
-    if window and not causal:
-        raise ShapeError(f"attend: a window ({window}) needs causal=True")
     return new
 
 
@@ -247,6 +250,7 @@ def _attend_fake(
     sinks: Tensor | None = None,
     kv_heads: int = 0,
     head_dim_v: int = 0,
+    chunk: int = 0,
 ) -> Tensor:
     return empty_output(q, head_dim_v if v_new is None else v_new.shape[3])
 

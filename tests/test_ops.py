@@ -38,8 +38,9 @@ def attend(driver, q, k, v, **options):
 
 
 def plain_attention(
-    q, k, v, *, scale=0.3, causal=True, kv_mask=None, bias=None, softcap=0.0, window=0, sinks=None
-):
+    q, k, v, *, scale=0.3, causal=True, kv_mask=None, bias=None, softcap=0.0, window=0, sinks=None,
+    chunk=0,
+):  # fmt: skip
     """Attention in float64; queries are the last tokens where it is causal."""
     group, n, total = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
     scores = q.double() @ k.double().repeat_interleave(group, 1).mT * scale
@@ -52,6 +53,9 @@ def plain_attention(
         seen = seen.tril(total - n)
     if window:
         seen = seen.triu(total - n - window + 1)
+    if chunk:
+        position = torch.arange(total, device=q.device)
+        seen = seen & (position // chunk == position[total - n :, None] // chunk)
     if kv_mask is not None:
         seen = seen & kv_mask[:, None, None, :total]
     if bias is not None and bias.dtype == torch.bool:

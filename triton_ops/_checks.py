@@ -18,6 +18,7 @@ MIN_SOFTCAP, MAX_SOFTCAP = 1e-30, 1e30
 MAX_WINDOW = 1 << 30
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
+NO_SPAN, WINDOW_SPAN, CHUNK_SPAN = 0, 1, 2
 NO_BIAS, FLOAT_BIAS, BOOL_BIAS = 0, 1, 2
 
 
@@ -35,6 +36,16 @@ class Cap(NamedTuple):
 
     scale: float
     softcap: float
+
+
+class Span(NamedTuple):
+    """Which earlier keys a query sees: those of a window or of its chunk, `size` tokens long."""
+
+    size: int
+    kind: int
+
+
+ALL_KEYS = Span(0, NO_SPAN)
 
 
 class NewKeys(NamedTuple):
@@ -291,13 +302,24 @@ def softcap_operand(softcap: float, scale: float) -> Cap:
     return Cap(scale / softcap, softcap)
 
 
-def window_operand(window: int) -> int:
-    """Check a window in tokens (0 = none), cut to what 32-bit positions can tell apart."""
+def window_operand(window: int, name: str = "window") -> int:
+    """Check a window or chunk (0 = none), cut to what 32-bit positions can tell apart."""
     if not isinstance(window, int) or isinstance(window, bool):
-        raise TypeError(f"window must be an int, got {type(window).__name__}")
+        raise TypeError(f"{name} must be an int, got {type(window).__name__}")
     if window < 0:
-        raise ValueError(f"window must be 0 (none) or a number of tokens, got {window}")
+        raise ValueError(f"{name} must be 0 (none) or a number of tokens, got {window}")
     return min(window, MAX_WINDOW)
+
+
+def span_operand(window: int, chunk: int, causal: bool = True) -> Span:
+    """Check a window and a chunk, of which at most one is given, and only under `causal`."""
+    window, size = window_operand(window), window_operand(chunk, "chunk")
+    if window and size:
+        raise ValueError(f"a window ({window}) and chunks ({size}) at once are not supported")
+    if (window or size) and not causal:
+        what = f"a window ({window})" if window else f"a chunk ({size})"
+        raise ValueError(f"{what} needs causal=True")
+    return Span(window, WINDOW_SPAN) if window else Span(size, CHUNK_SPAN if size else NO_SPAN)
 
 
 def sinks_operand(

@@ -4,7 +4,8 @@
 A program owns one (row, KV head) and every S-th key tile (so that those running together read the
 same blocks), keeps an online softmax (Milakov and Gimelshein 2018) and writes its maximum, sum and
 accumulator; `merge` combines the S splits (flash decoding). The query heads of a KV head are the
-rows of one `tl.dot`. With a window the tiles begin at the one that holds its first token.
+rows of one `tl.dot`. With a window, or chunks, the tiles begin at the one that holds the first
+token that is seen.
 """
 
 from __future__ import annotations
@@ -176,6 +177,8 @@ def _decode_kernel(
     start = i_s
     if WINDOW:
         begin = tl.maximum(length - window, 0)
+        if WINDOW == 2:
+            begin = tl.maximum(length - 1, 0) // window * window
         start = begin // BN + i_s
     last = tl.maximum(tiles - 1, 0)
     b_m = tl.full([GP], -float("inf"), tl.float32)
@@ -189,7 +192,7 @@ def _decode_kernel(
         b_m, b_l, b_acc = _decode_tile(
             t, p_block, b_q, b_m, b_l, b_acc, scale, softcap, begin, length, i_h, p_mask, sm_t,
             mask_len, p_bias, sb_t, bias_len, p_tile_m, p_tile_l, max_tiles, G, GP, DK, DK_P, DV,
-            DV_P, BLOCK, BN, KV, DOT, USE_DOT, HAS_MASK, BIAS, HEAT, SOFTCAP, WINDOW, WINDOW,
+            DV_P, BLOCK, BN, KV, DOT, USE_DOT, HAS_MASK, BIAS, HEAT, SOFTCAP, WINDOW, WINDOW != 0,
         )  # fmt: skip
     # the last tile of the row, if it is not full, in the program whose turn it is
     if (whole < tiles) & ((whole - start) % S == 0):
@@ -234,6 +237,7 @@ def attend_decode(
     bias: torch.Tensor | None = None,
     softcap: float = 0.0,
     window: int = 0,
+    chunk: int = 0,
     sinks: torch.Tensor | None = None,
     row_heat: torch.Tensor | None = None,
     max_blocks: int | None = None,
@@ -264,11 +268,13 @@ def attend_decode(
         softcap: scores become `softcap * tanh(scores / softcap)` before bias and masks; 0 = none.
         window: the query is the row's last token and sees only the last `window` tokens, itself
             among them; 0 = all. Earlier tiles are not read.
+        chunk: it sees only tokens of its own chunk, those with the same position // chunk; 0 = all.
+            Not with a window.
         sinks: fp32, fp16 or bf16 `[Hq]`, one more logit of each head's softmax, without a value.
         row_heat: int64 `[R]`, address of int32 counters a block, 0 = do not count. Each KV head
             adds 1 to the blocks whose share of the softmax (mean over its query heads) is at
-            least 1 / blocks that overlap the window (all of the row's, without one). The shares
-            are of the keys' own sum, without the sink.
+            least 1 / blocks that overlap the window or chunk (all of the row's, without one). The
+            shares are of the keys' own sum, without the sink.
         max_blocks: block words in a table, needed with `row_heat`: lengths are known on the
             device only, and per-tile sums need a workspace. Blocks past it are not counted.
         splits: programs a (row, KV head), default `splits_for`, and not more than a window has
@@ -304,7 +310,7 @@ def attend_decode(
     mask = _checks.kv_mask_operand(kv_mask, batch, q.device)
     add = _checks.bias_operand(bias, batch, heads, 1, q.device)
     cap = _checks.softcap_operand(softcap, scale)
-    window = _checks.window_operand(window)
+    span = _checks.span_operand(window, chunk)
     sinks = _checks.sinks_operand(sinks, heads, q.device)
     if row_heat is not None:
         _checks.check_table("row_heat", row_heat, torch.int64, q.device)
@@ -318,8 +324,8 @@ def attend_decode(
     splits = splits or cfg.splits
     if not splits:
         splits = splits_for(batch, kv_heads, q.device)
-        if window:
-            splits = min(splits, window_tiles(window, block_n))
+        if span.size:
+            splits = min(splits, window_tiles(span.size, block_n))
     if splits < 0:
         raise ValueError(f"splits must be positive, got {splits}")
     use_dot = cfg.use_dot or group > 1
@@ -354,7 +360,7 @@ def attend_decode(
             cap.scale,
             cap.softcap,
             new_tokens,
-            window,
+            span.size,
             q.stride(0),
             q.stride(1),
             q.stride(3),
@@ -381,7 +387,7 @@ def attend_decode(
             BIAS=add.kind,
             HEAT=row_heat is not None,
             SOFTCAP=cap.softcap > 0,
-            WINDOW=window > 0,
+            WINDOW=span.kind,
             SINKS=sinks is not None,
             DIRECT=direct,
             STAGES=cfg.num_stages,
@@ -398,7 +404,7 @@ def attend_decode(
                 sinks=sinks,
                 heat=heat,
                 new_tokens=new_tokens,
-                window=window,
+                span=span,
                 kv_heads=kv_heads,
                 block_size=block_size,
                 block_n=block_n,

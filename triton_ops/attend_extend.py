@@ -3,9 +3,9 @@
 
 A program owns BM rows of one KV head, where a row is one query token of one query head, so a
 cached tile is read once for the whole group. Its key tiles (cached ones first, then new ones) may
-be shared by several programs, whose partials `merge` combines. With a window they begin at the
-first tile that one of the program's queries sees. Cross attention has other numbers of new keys
-than of queries, or none.
+be shared by several programs, whose partials `merge` combines. With a window, or chunks, they
+begin at the first tile that one of the program's queries sees. Cross attention has other numbers of
+new keys than of queries, or none.
 """
 
 from __future__ import annotations
@@ -153,7 +153,13 @@ def _extend_kernel(
     first = 0
     start = 0
     if WINDOW:
-        begin = tl.maximum(past + (tl.program_id(0) * BM) // G - window + 1, 0)
+        # first position that each row sees, and the program's first row
+        p_0 = past + (tl.program_id(0) * BM) // G
+        b_first = past + o_i - window + 1
+        begin = tl.maximum(p_0 - window + 1, 0)
+        if WINDOW == 2:
+            b_first = (past + o_i) // window * window
+            begin = p_0 // window * window
         first = tl.where(begin < past, begin // BN, cached)
         start = tl.minimum(tl.maximum(begin - past, 0) // BN, fresh)
     tiles = cached - first + fresh - start
@@ -180,7 +186,7 @@ def _extend_kernel(
         b_v = load_tile(p_page + PAGE * DK, o_v, o_dv, m_n, DV, DV_P, True).to(DOT)
         m_see = m_n[None, :]
         if WINDOW:
-            m_see = m_see & (o_pos[None, :] > (past - window + o_i)[:, None])
+            m_see = m_see & (o_pos[None, :] >= b_first[:, None])
         b_m, b_l, b_acc = _extend_tile(
             b_q, b_k, b_v, b_m, b_l, b_acc, scale, softcap, m_see, m_n, o_pos, m_r, p_mask, sm_t,
             mask_len, p_bias, sb_t, bias_len, DOT, HAS_MASK, BIAS, SOFTCAP,
@@ -197,7 +203,7 @@ def _extend_kernel(
         if CAUSAL:
             m_see = m_see & (o_j[None, :] <= o_i[:, None])
         if WINDOW:
-            m_see = m_see & (o_j[None, :] > (o_i - window)[:, None])
+            m_see = m_see & ((past + o_j)[None, :] >= b_first[:, None])
         b_m, b_l, b_acc = _extend_tile(
             b_q, b_k.to(DOT), b_v.to(DOT), b_m, b_l, b_acc, scale, softcap, m_see, m_n, past + o_j,
             m_r, p_mask, sm_t, mask_len, p_bias, sb_t, bias_len, DOT, HAS_MASK, BIAS, SOFTCAP,
@@ -228,6 +234,7 @@ def attend_extend(
     bias: torch.Tensor | None = None,
     softcap: float = 0.0,
     window: int = 0,
+    chunk: int = 0,
     sinks: torch.Tensor | None = None,
     kv_heads: int | None = None,
     head_dim_v: int | None = None,
@@ -259,6 +266,8 @@ def attend_extend(
         softcap: scores become `softcap * tanh(scores / softcap)` before bias and masks; 0 = none.
         window: query i sees only the last `window` positions up to `row_len + i`, its own among
             them; 0 = all. Needs `causal`. Tiles that no query of a program sees are not read.
+        chunk: query i sees only positions of its own chunk, those with the same position // chunk;
+            0 = all. Needs `causal`; not with a window.
         sinks: fp32, fp16 or bf16 `[Hq]`, one more logit of each head's softmax, without a value.
         kv_heads: Hkv, read only where `k_new` is None.
         head_dim_v: Dv, read only where `k_new` is None.
@@ -288,9 +297,7 @@ def attend_extend(
     if causal and m != n:
         raise ValueError(f"causal needs as many new keys as queries, got {m} and {n}")
     cap = _checks.softcap_operand(softcap, scale)
-    window = _checks.window_operand(window)
-    if window and not causal:
-        raise ValueError(f"a window ({window}) needs causal=True")
+    span = _checks.span_operand(window, chunk, causal)
     sinks = _checks.sinks_operand(sinks, heads, q.device)
     out = _checks.check_out(out, (batch, heads, n, dv), q.dtype, q.device)
     lse = torch.empty((batch, heads, n), dtype=torch.float32, device=q.device)
@@ -304,10 +311,10 @@ def attend_extend(
     block_n = fit_tile(cfg.block_n, block_size)
     row_tiles = triton.cdiv(n * group, cfg.block_m)
     splits = cfg.splits or extend_splits(row_tiles * batch * new.kv_heads, q.device)
-    if window and not cfg.splits:
+    if span.size and not cfg.splits:
         # the cached tiles and the new ones each begin a count of their own
-        span = window + triton.cdiv(cfg.block_m, group)
-        splits = min(splits, window_tiles(span, block_n) + 1)
+        reach = span.size + triton.cdiv(cfg.block_m, group)
+        splits = min(splits, window_tiles(reach, block_n) + 1)
     part_acc = part_m = part_l = None
     if splits > 1:
         part_acc = _checks.workspace(q.device, batch, heads, n, splits, dv)
@@ -333,7 +340,7 @@ def attend_extend(
             cap.softcap,
             n,
             m,
-            window,
+            span.size,
             *q.stride(),
             *new.k.stride(),
             *new.v.stride(),
@@ -356,7 +363,7 @@ def attend_extend(
             HAS_MASK=mask.tensor is not None,
             BIAS=add.kind,
             SOFTCAP=cap.softcap > 0,
-            WINDOW=window > 0,
+            WINDOW=span.kind,
             SINKS=sinks is not None,
             DIRECT=splits == 1,
             STAGES=cfg.num_stages,

@@ -338,9 +338,8 @@ def attend_latent(
     if causal and m != n:
         raise ValueError(f"causal needs as many new tokens as queries, got {m} and {n}")
     cap = _checks.softcap_operand(softcap, scale)
-    window = _checks.window_operand(window)
-    if window and not causal:
-        raise ValueError(f"a window ({window}) needs causal=True")
+    span = _checks.span_operand(window, 0, causal)
+    window = span.size
     out = _checks.check_out(out, (batch, heads, n, dim), q.dtype, q.device)
     lse = torch.empty((batch, heads, n), dtype=torch.float32, device=q.device)
     mask = _checks.kv_mask_operand(kv_mask, batch, q.device)
@@ -435,7 +434,7 @@ def attend_latent(
                 lse,
                 heat=heat,
                 new_tokens=m,
-                window=window,
+                span=span,
                 block_size=block_size,
                 block_n=block_n,
                 pdl=pdl,

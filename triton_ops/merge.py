@@ -80,6 +80,8 @@ def _count_heat(
     begin = 0
     if WINDOW:
         begin = tl.maximum(length - window, 0)
+        if WINDOW == 2:
+            begin = tl.maximum(length - 1, 0) // window * window
     old = begin // BLOCK
     blocks = tl.cdiv(length, BLOCK)
     first = (i_c % CHUNKS) * CB
@@ -178,7 +180,7 @@ def merge_splits(
     sinks: torch.Tensor | None = None,
     heat: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     new_tokens: int = 0,
-    window: int = 0,
+    span: _checks.Span = _checks.ALL_KEYS,
     kv_heads: int = 1,
     block_size: int = 32,
     block_n: int = 32,
@@ -195,7 +197,7 @@ def merge_splits(
         heat: `(tile_ml, rows, row_len, row_heat)` with tile_ml fp32 `[2, B, Hkv, tiles, G]`.
             Shares are of the keys' own sum, without the sink.
         new_tokens: added to `row_len`, as in the kernel that wrote the partials.
-        window: last tokens of a row that were visited, 0 = all; for heat.
+        span: which tokens of a row were visited; for heat.
         kv_heads: KV heads, for heat.
         block_size: tokens in a block, for heat.
         block_n: tokens in a tile of `tile_ml`.
@@ -230,7 +232,7 @@ def merge_splits(
         splits,
         lse.shape[2],
         new_tokens,
-        window,
+        span.size,
         tiles,
         chunks,
         HQ=lse.shape[1],
@@ -247,7 +249,7 @@ def merge_splits(
         CB=chunk,
         TP=tiles_p,
         SINKS=sinks is not None,
-        WINDOW=window > 0,
+        WINDOW=span.kind,
         PDL=pdl,
         num_warps=4,
         **({"launch_pdl": True} if pdl else {}),

@@ -27,6 +27,7 @@ def attend_reference(
     bias: torch.Tensor | None = None,
     softcap: float = 0.0,
     window: int = 0,
+    chunk: int = 0,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention in float64.
@@ -43,6 +44,8 @@ def attend_reference(
         softcap: scores become `softcap * tanh(scores / softcap)` first (Gemma 2); 0 = none.
         window: query i sees keys after `q_offset + i - window` only (`sliding_window` of
             transformers); 0 = all. Needs `causal`.
+        chunk: the query at position p sees keys j with `j // chunk == p // chunk` only
+            (`attention_chunk_size` of transformers); 0 = all. Needs `causal`.
         sinks: `[Hq]`, a logit without a value in each head's softmax (gpt-oss).
 
     Returns:
@@ -50,8 +53,10 @@ def attend_reference(
         query without a visible key gives 0 and the sink, or -inf without one.
 
     Raises:
-        ValueError: a window without `causal`.
+        ValueError: a window or chunk without `causal`.
     """
+    if chunk and not causal:
+        raise ValueError(f"a chunk ({chunk}) needs causal=True")
     if window and not causal:
         raise ValueError(f"a window ({window}) needs causal=True")
     group = q.shape[1] // k.shape[1]
@@ -75,6 +80,8 @@ def attend_reference(
         scores = scores.masked_fill(key > query, -math.inf)
         if window:
             scores = scores.masked_fill(key <= query - window, -math.inf)
+        if chunk:
+            scores = scores.masked_fill(key // chunk != query // chunk, -math.inf)
     sink = scores.new_full((q.shape[1],), -math.inf) if sinks is None else sinks.double()
     scores = torch.cat([scores, sink[:, None, None].expand(*scores.shape[:3], 1)], -1)
     top = scores.amax(-1, keepdim=True)

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from kvpass.graph.mask import MaskReader, Reading
+from kvpass.graph.operands import heads_first
 from kvpass.graph.pointwise import MaskTerm
 from kvpass.graph.score import Chain
 from kvpass.graph.site import CacheSource, MaskSpec
@@ -28,7 +29,7 @@ def read_mask(reader: MaskReader, chain: Chain, query: fx.Node, source: CacheSou
     Raises:
         NotMatched: a mask has no exact form.
     """
-    shape = need_tensor(query, "the query").shape
+    shape = heads_first(need_tensor(query, "the query"), "query" in chain.tokens_first).shape
     need_tensor(source.keys, "the keys")
     keys = source.shapes[0][2]
     scores: Sizes = (shape[0], shape[1], shape[2], keys)
@@ -50,16 +51,21 @@ def read_mask(reader: MaskReader, chain: Chain, query: fx.Node, source: CacheSou
     # finfo.min hides a key only next to one that is visible: with other masks that is not sure.
     finite = [term for term, _, hidden in known if hidden != -math.inf]
     padding = {reading.kv_mask for _, reading, _ in known if reading.kv_mask is not None}
-    offsets = [reading.kv_offset for _, reading, _ in known if reading.kv_mask is not None]
     if finite and (opaque or padding):
         opaque = [term for term in terms if term in opaque or term in finite]
         known = [item for item in known if item[0] not in finite]
         padding = {reading.kv_mask for _, reading, _ in known if reading.kv_mask is not None}
+    chunks = {reading.chunk for _, reading, _ in known if reading.chunk}
+    offsets = [
+        reading.kv_offset for _, reading, _ in known if reading.kv_mask is not None or reading.chunk
+    ]
     if len(padding) > 1 or not all(same(offset, offsets[0]) for offset in offsets):
         raise NotMatched("several padding masks: combine them into one first")
     for term in opaque:
         _check_operand(term, scores, query, len(opaque) > 1)
     windows = [reading.window for _, reading, _ in known if reading.window]
+    if len(chunks) + bool(windows) > 1:
+        raise NotMatched("several masks with chunks, or with chunks and a window")
     pasts = [reading.past for _, reading, _ in known if reading.causal and reading.past is not None]
     if not all(same(past, pasts[0]) for past in pasts):
         raise NotMatched("several masks that take the queries to begin at different positions")
@@ -69,7 +75,8 @@ def read_mask(reader: MaskReader, chain: Chain, query: fx.Node, source: CacheSou
         causal=any(reading.causal for _, reading, _ in known),
         window=min(windows, default=0),
         kv_mask=next(iter(padding), None),
-        kv_offset=offsets[0] if padding else 0,
+        kv_offset=offsets[0] if padding or chunks else 0,
+        chunk=next(iter(chunks), 0),
         terms=tuple(opaque),
     )
 

@@ -19,13 +19,21 @@ from kvpass.graph.kv import (
     find_source,
     is_handle,
     is_read,
+    is_source,
     is_update,
     placed_mask,
 )
 from kvpass.graph.latent import Latent, read_latent
 from kvpass.graph.legality import site_refusal
 from kvpass.graph.mask import MaskReader
-from kvpass.graph.operands import Operand, behind_transpose, kv_heads, unfold_query, unrepeat
+from kvpass.graph.operands import (
+    Operand,
+    behind_transpose,
+    heads_first,
+    kv_heads,
+    unfold_query,
+    unrepeat,
+)
 from kvpass.graph.probe import Probe, probe_of
 from kvpass.graph.score import (
     Chain,
@@ -165,7 +173,8 @@ class _Finder:
         seen: dict[tuple[fx.Node, fx.Node], set[object]] = {}
         for site in sites:
             masks = seen.setdefault((site.source.keys, site.source.values), set())
-            masks.add((site.mask.kv_mask, tuple(term.node for term in site.mask.terms)))
+            terms = tuple(term.node for term in site.mask.terms)
+            masks.add((site.mask.kv_mask, terms, site.mask.chunk))
         kept: list[AttentionSite] = []
         for site in sites:
             if site.source.keep and len(seen[site.source.keys, site.source.values]) > 1:
@@ -214,13 +223,16 @@ class _Finder:
 
     def _match(self, node: fx.Node) -> AttentionSite:
         chain = self._chain(node)
-        keys, values = unrepeat(chain.keys), unrepeat(chain.values)
+        keys = unrepeat(chain.keys, "keys" in chain.tokens_first)
+        values = unrepeat(chain.values, "values" in chain.tokens_first)
         query = unfold_query(chain.query)
+        query_first = "query" in chain.tokens_first
+        queries = heads_first(need_tensor(query.base, "the query"), query_first)
         factor = keys.factor
-        latent = read_latent(keys.base, values.base, self.live)
+        latent = None if chain.tokens_first else read_latent(keys.base, values.base, self.live)
         if latent is not None:
             _check_operands(query, keys, values)
-            self._check_heads(query, keys, values, chain.grouped)
+            self._check_heads(queries, keys, values, chain.grouped)
             chain.interior += [*keys.between, *values.between, *latent.between]
             keys, values = (
                 Operand(latent.latents, latent.latents, ()),
@@ -232,12 +244,12 @@ class _Finder:
         check_new(source, query.base)
         if latent is None:
             factor = keys.factor
-            self._check_heads(query, keys, values, chain.grouped)
+            self._check_heads(queries, keys, values, chain.grouped)
         interior = self._interior(chain, keys, values)
         self._check_users(chain, source, interior)
         mask = read_mask(self.reader, chain, query.base, source)
         source = self._with_assumptions(source, mask)
-        mask = placed_mask(source, query.base, mask)
+        mask = placed_mask(source, queries, mask)
         self._check_writes(chain, query.base, source, mask, interior, latent)
         scores = chain.scores
         return AttentionSite(
@@ -248,6 +260,8 @@ class _Finder:
             softcap=scores.softcap,
             factors=tuple(scores.factors),
             sinks=scores.sinks,
+            query_first=query_first,
+            output_first="output" in chain.tokens_first,
             mask=mask,
             source=source,
             module=module_path(node) or f"attention[{self.count}]",
@@ -275,6 +289,10 @@ class _Finder:
             source = self.static.source(k, v, first) if k and v else None
             if k and v and source is not None:
                 return k, v, source
+        if further[0] is not None and is_source(further[0]):
+            keys = further[0]
+        if further[1] is not None and is_source(further[1]):
+            values = further[1]
         return keys, values, find_source(keys, values, self.live)
 
     def _with_assumptions(self, source: CacheSource, mask: MaskSpec) -> CacheSource:
@@ -311,8 +329,10 @@ class _Finder:
             raise NoSource(found)
         return found
 
-    def _check_heads(self, query: Operand, keys: Operand, values: Operand, grouped: bool) -> None:
-        shape = need_tensor(query.base, "the query").shape
+    def _check_heads(
+        self, query: torch.Tensor, keys: Operand, values: Operand, grouped: bool
+    ) -> None:
+        shape = query.shape
         if len(shape) != 4 or not isinstance(shape[1], int):
             raise NotMatched("the query is not [batch, heads, tokens, head_dim] with static heads")
         for operand, what in ((keys, "keys"), (values, "values")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import fx
 
 from kvpass.graph.operands import Operand
@@ -49,14 +50,31 @@ def find_source(keys: Operand, values: Operand, live: set[fx.Node]) -> CacheSour
         raise NoSource("keys and values are the same tensor")
     update = _update_of(k)
     if update is not None or _update_of(v) is not None:
+        if keys.tokens_first or values.tokens_first:
+            raise NoSource("the attention takes the tokens of a TieredCache for its heads")
         return _tiered(k, v, update, live)
-    if op_name(k) == "cat" and op_name(v) == "cat":
-        return _functional(k, v, live)
-    if is_handle(k) and is_handle(v):
-        return _read(k, v)
+    joined = op_name(k) == "cat" and op_name(v) == "cat"
+    read = is_handle(k) and is_handle(v)
+    if (joined or read) and keys.tokens_first != values.tokens_first:
+        raise NoSource("keys and values lie in different orders of heads and tokens")
+    if joined:
+        return _functional(k, v, live, keys.tokens_first)
+    if read:
+        return _read(k, v, keys.tokens_first)
     for operand, what in ((keys, "keys"), (values, "values")):
         _explain(operand, what)
     raise NoSource(NO_CACHE, "none")
+
+
+def is_source(operand: Operand) -> bool:
+    """Whether the base may be all keys or values of a cache that is no static buffer."""
+    base = operand.base
+    if is_handle(base) or _update_of(base) is not None:
+        return True
+    try:
+        return op_name(base) == "cat" and bool(_cat_parts(base, tokens_axis(operand.tokens_first)))
+    except NoSource:
+        return False
 
 
 def is_update(node: object) -> bool:
@@ -88,10 +106,10 @@ def is_handle(node: fx.Node) -> bool:
     return node.op == "placeholder" and isinstance(tensor_of(node), KVHandle)
 
 
-def _read(k: fx.Node, v: fx.Node) -> CacheSource:
+def _read(k: fx.Node, v: fx.Node, tokens_first: bool) -> CacheSource:
     if is_written(k) or is_written(v):
         raise NoSource("the cached keys or values are written in place")
-    return CacheSource("read", k, v, past_k=k, past_v=v)
+    return CacheSource("read", k, v, past_k=k, past_v=v, tokens_first=tokens_first)
 
 
 def _update_of(node: fx.Node) -> fx.Node | None:
@@ -127,10 +145,11 @@ def _tiered(k: fx.Node, v: fx.Node, update: fx.Node | None, live: set[fx.Node]) 
     return CacheSource("tiered", k, v, k_new=new_k, v_new=new_v, update=update)
 
 
-def _cat_parts(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+def _cat_parts(node: fx.Node, axis: int) -> tuple[fx.Node, fx.Node]:
+    """Past and new tokens of ``cat((past, new))`` along the axis of tokens."""
     bound = bind(node, "tensors", "dim") or bind(node, "tensors", "axis") or {}
     parts, dim = bound.get("tensors"), bound.get("dim", bound.get("axis", 0))
-    if not isinstance(parts, (list, tuple)) or len(parts) != 2 or dim not in (-2, 2):
+    if not isinstance(parts, (list, tuple)) or len(parts) != 2 or dim not in (axis, axis - 4):
         raise NoSource(NO_CACHE, "none")
     past, new = parts
     if not isinstance(past, fx.Node) or not isinstance(new, fx.Node):
@@ -144,7 +163,7 @@ def _is_past(node: fx.Node) -> bool:
     return node.op == "placeholder" and tensor_of(node) is not None
 
 
-def _is_empty(node: fx.Node) -> bool:
+def _is_empty(node: fx.Node, axis: int) -> bool:
     """An empty tensor made in the graph: ``torch.tensor([])`` or size zero on the token axis."""
     if op_name(node) not in ("tensor", "empty", "zeros", "new_empty", "new_zeros"):
         return False
@@ -153,20 +172,22 @@ def _is_empty(node: fx.Node) -> bool:
         return False
     if len(shape) == 1:
         return proven(shape[0] == 0)
-    return len(shape) == 4 and proven(shape[2] == 0)
+    return len(shape) == 4 and proven(shape[axis] == 0)
 
 
-def _functional(k: fx.Node, v: fx.Node, live: set[fx.Node]) -> CacheSource:
-    (past_k, new_k), (past_v, new_v) = _cat_parts(k), _cat_parts(v)
-    stored_k, keep = _stored(k)
-    stored_v, keep_v = _stored(v)
+def _functional(k: fx.Node, v: fx.Node, live: set[fx.Node], tokens_first: bool) -> CacheSource:
+    axis = tokens_axis(tokens_first)
+    (past_k, new_k), (past_v, new_v) = _cat_parts(k, axis), _cat_parts(v, axis)
+    stored_k, keep = _stored(k, axis)
+    stored_v, keep_v = _stored(v, axis)
     if keep != keep_v:
         raise NoSource(f"keys and values keep different numbers of tokens: {keep} and {keep_v}")
     source = CacheSource(
         "functional", k, v, k_new=new_k, v_new=new_v, stored_k=stored_k, stored_v=stored_v,
-        keep=keep,
+        keep=keep, tokens_first=tokens_first,
     )  # fmt: skip
-    if _is_empty(past_k) and _is_empty(past_v):
+    empty_k, empty_v = _is_empty(past_k, axis), _is_empty(past_v, axis)
+    if empty_k and empty_v:
         return source
     if _is_past(past_k) and _is_past(past_v):
         if past_k is past_v:
@@ -179,33 +200,33 @@ def _functional(k: fx.Node, v: fx.Node, live: set[fx.Node]) -> CacheSource:
                     "a cache that something else reads cannot be replaced"
                 )
         return replace(source, past_k=past_k, past_v=past_v)
-    if not any((_is_empty(past_k), _is_past(past_k), _is_empty(past_v), _is_past(past_v))):
+    if not any((empty_k, _is_past(past_k), empty_v, _is_past(past_v))):
         raise NoSource(NO_CACHE, "none")
     raise NoSource("keys and values are cached in different ways")
 
 
-def _stored(cat: fx.Node) -> tuple[fx.Node, int]:
+def _stored(cat: fx.Node, axis: int) -> tuple[fx.Node, int]:
     """What the graph returns of a grown cache, and the tokens it keeps (0: all)."""
     if _returned(cat):
         return cat, 0
     for user in cat.users:
         if op_name(user) != "getitem" or not _returned(user):
             continue
-        keep = _last_tokens(user.args[1])
+        keep = _last_tokens(user.args[1], axis)
         if keep is None:
             raise NoSource(f"a slice of the grown cache is returned ({user.name}) and not read")
         return user, keep
     raise NoSource(f"the grown cache {cat.name} is not returned by the graph")
 
 
-def _last_tokens(index: object) -> int | None:
-    """``k`` of the index ``[:, :, -k:, :]``."""
+def _last_tokens(index: object, axis: int) -> int | None:
+    """``k`` of the index ``[:, :, -k:, :]``, or of ``[:, -k:]`` where tokens are on axis 1."""
     whole = slice(None, None, None)
-    if not isinstance(index, tuple) or len(index) not in (3, 4):
+    if not isinstance(index, tuple) or not axis < len(index) <= 4:
         return None
-    if any(item != whole for i, item in enumerate(index) if i != 2):
+    if any(item != whole for i, item in enumerate(index) if i != axis):
         return None
-    tokens = index[2]
+    tokens = index[axis]
     if not isinstance(tokens, slice) or tokens.stop is not None or tokens.step not in (None, 1):
         return None
     start = tokens.start
@@ -235,13 +256,13 @@ def check_new(source: CacheSource, query: fx.Node) -> None:
         )
 
 
-def placed_mask(source: CacheSource, query: fx.Node, mask: MaskSpec) -> MaskSpec:
-    """What a mask means with the positions that the cache gives its tokens.
+def placed_mask(source: CacheSource, query: torch.Tensor, mask: MaskSpec) -> MaskSpec:
+    """What a mask for queries ``[B, Hq, n, D]`` means with the positions of the cache's tokens.
 
     Raises:
         NoSource: it is not.
     """
-    queries = need_tensor(query, "the query").shape[2]
+    queries = query.shape[2]
     axis = tokens_axis(source.tokens_first)
     if mask.causal and (
         source.k_new is None or not same(need_tensor(source.k_new, "keys").shape[axis], queries)
@@ -255,16 +276,18 @@ def placed_mask(source: CacheSource, query: fx.Node, mask: MaskSpec) -> MaskSpec
     if source.form == "static" and source.keep:
         return _in_buffer(source, mask)
     if source.keep:
-        keys = need_tensor(source.keys, "the keys").shape[2]
-        if not mask.window and mask.causal and proven(keys <= source.keep + 1):
+        shown = mask.window or mask.chunk
+        keys = source.shapes[0][2]
+        if not shown and mask.causal and proven(keys <= source.keep + 1):
             mask = replace(mask, window=source.keep + 1)  # all tokens that are kept, no older ones
-        if mask.window == 0 or mask.window > source.keep + 1:
+            shown = mask.window
+        if not 0 < shown <= source.keep + 1:
             raise NoSource(
                 f"the cache keeps {source.keep} tokens, the mask shows "
-                f"{mask.window or 'all of them'}: a shortened cache needs a window that fits"
+                f"{shown or 'all of them'}: a shortened cache needs a window that fits"
             )
         past = shape_of(source.past_k)
-        whole = past is None or proven(past[2] < source.keep)
+        whole = past is None or proven(past[axis] < source.keep)
         if mask.terms and not whole:
             raise NoSource(
                 "a mask over a cache that keeps a window of tokens counts from the first one that "
@@ -280,6 +303,11 @@ def _in_buffer(source: CacheSource, mask: MaskSpec) -> MaskSpec:
         NoSource: it shows others.
     """
     shown = mask.window
+    if mask.chunk:
+        raise NoSource(
+            "a mask in chunks over a buffer that keeps the last tokens: pass a TieredCache, which "
+            "keeps positions"
+        )
     if source.position is not None and same(source.position, 0):
         return mask  # nothing is in the buffer yet: keys are the new ones
     if source.write == "roll":
@@ -337,7 +365,11 @@ def _explain(operand: Operand, what: str) -> None:
         )
     caches = [node for node in near if node is not base and _is_cache(node)]
     if caches and op_name(base) == "getitem":
-        raise NoSource(f"{what} are a slice of the cache ({describe(base)}): not supported yet")
+        raise NoSource(
+            f"{what} are a slice of the cache ({describe(base)}): only whole caches are read. "
+            "transformers cuts keys to the number of queries where a causal layer gets no mask: "
+            "pass the model its masks, such as cross_attention_mask"
+        )
     if caches and is_cast(base):
         raise NoSource(
             f"{what} are cast by {describe(base)} between the cache and the product: "
@@ -378,4 +410,7 @@ def _is_cache(node: fx.Node) -> bool:
     parts = bound.get("tensors")
     if not isinstance(parts, (list, tuple)) or len(parts) != 2 or bound.get("dim") in (-1, 3):
         return False
-    return isinstance(parts[0], fx.Node) and (_is_past(parts[0]) or _is_empty(parts[0]))
+    first = parts[0]
+    if not isinstance(first, fx.Node):
+        return False
+    return _is_past(first) or _is_empty(first, 2) or _is_empty(first, 1)

@@ -8,6 +8,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from kvpass.graph.latent import Latent
+from kvpass.graph.operands import heads_first
 from kvpass.graph.site import AttentionSite
 from kvpass.graph.walk import same, same_shape, tensor_of
 from kvpass.runtime.handle import KVHandle
@@ -27,8 +28,8 @@ def site_refusal(site: AttentionSite) -> str | None:
     output = tensor_of(site.output)
     if query is None or keys is None or values is None or output is None:
         return "query, keys, values or output have no known shape"
-    if site.source.tokens_first:
-        keys, values = (t.transpose(1, 2) if t.dim() == 4 else t for t in (keys, values))
+    query, output = heads_first(query, site.query_first), heads_first(output, site.output_first)
+    keys, values = (heads_first(t, site.source.tokens_first) for t in (keys, values))
     for name, tensor in (("query", query), ("keys", keys), ("values", values)):
         if tensor.dim() != 4:
             return f"{name} of shape {tuple(tensor.shape)}: only [batch, heads, tokens, head_dim]"
@@ -82,8 +83,8 @@ def _latent_refusal(site: AttentionSite, latent: Latent) -> str | None:
         return "latents of [batch, tokens, 1, channels] are not supported"
     if site.source.k_new is None:
         return "latents that are only read are not supported"
-    if site.sinks is not None:
-        return "attention sinks over latents are not supported"
+    if site.sinks is not None or site.mask.chunk:
+        return "attention sinks or chunks over latents are not supported"
     if query.dtype not in DTYPES:
         return f"dtype {query.dtype}: only float32, float16 and bfloat16 are supported"
     if len({tensor.dtype for tensor in tensors}) > 1:

@@ -17,7 +17,19 @@ import torch
 from torch import fx
 
 from kvpass.graph.entry import EntryValues
-from kvpass.graph.values import Bias, Bound, Const, Index, Keep, Pad, Value, below, move
+from kvpass.graph.values import (
+    Bias,
+    Bound,
+    Const,
+    Floor,
+    Index,
+    Keep,
+    Pad,
+    Value,
+    below,
+    move,
+    same_chunk,
+)
 from kvpass.graph.walk import (
     Size,
     bind,
@@ -37,19 +49,21 @@ from kvpass.graph.walk import (
 
 @dataclass(frozen=True)
 class Reading:
-    """A mask that has been read: causal, in a sliding window, padding, or none of them."""
+    """A mask that has been read: causal, in a sliding window or chunks, padding, or none."""
 
     causal: bool
     window: int
     kv_mask: fx.Node | None
     # Hidden keys get this score; -inf also for bool masks of SDPA.
     hidden: float = -math.inf
-    # Column of kv_mask that stands for the first key.
+    # Column of kv_mask that stands for the first key, which is its position too, where it matters.
     kv_offset: Size = 0
     # Position of the first query, as the mask has it.
     past: Size | None = None
     # Sizes that are equal in every call that runs, but not proven to be.
     assumed: tuple[tuple[Size, Size], ...] = ()
+    # Only keys of the query's own chunk of so many positions are seen; 0: all.
+    chunk: int = 0
 
 
 class MaskReader:
@@ -112,6 +126,14 @@ class MaskReader:
                 return None
             else:
                 causal = True
+        chunk = value.chunks[0] if value.chunks else None
+        if chunk is not None:
+            along = (chunk.k_axis, chunk.q_axis) == (-1, -2)
+            fits = same(chunk.k_extent, keys) and same(chunk.q_extent, queries)
+            if not along or not fits or not same(chunk.q_offset - chunk.k_offset, past):
+                return None
+            if len(value.chunks) > 1 or window or not causal:
+                return None
         if window and not causal:
             return None
         nodes = {pad.node for pad in value.pads}
@@ -131,8 +153,19 @@ class MaskReader:
             if not same(pad.offset, value.pads[0].offset):
                 return None
         offset = value.pads[0].offset if value.pads else 0
+        if chunk is not None:
+            if value.pads and not same(offset, chunk.k_offset):
+                return None
+            offset = chunk.k_offset
         return Reading(
-            causal, window, next(iter(nodes), None), hidden, offset, past, tuple(assumed)
+            causal,
+            window,
+            next(iter(nodes), None),
+            hidden,
+            offset,
+            past,
+            tuple(assumed),
+            0 if chunk is None else chunk.size,
         )
 
     def _evaluate(self, node: fx.Node) -> Value | None:
@@ -151,7 +184,7 @@ class MaskReader:
         before = tensor_of(node.args[0])
         if tensor is None or before is None or tensor.shape != before.shape:
             return None
-        if isinstance(value, Index) and tensor.dtype in (torch.int64, torch.int32):
+        if isinstance(value, (Index, Floor)) and tensor.dtype in (torch.int64, torch.int32):
             return value
         if isinstance(value, Keep) and (before.dtype == torch.bool or tensor.dtype == torch.bool):
             return value
@@ -190,21 +223,41 @@ class MaskReader:
             value, amount = self.value(right), self._amount(left, node)
         if not isinstance(value, Index) or amount is None:
             return None
+        shape = shape_of(node)
+        if value.axis is not None and (shape is None or not same(shape[value.axis], value.extent)):
+            return None  # broadcast along the axis of the index
         return replace(value, offset=value.offset + sign * amount)
 
     def _amount(self, item: object, at: fx.Node) -> Size | None:
         """A number that is added to an index: known, a size, or in a tensor of one element."""
         known = scalar_of(item)
         tensor = tensor_of(item)
-        if known is None and tensor is not None and tensor.dim() == 0:
-            return self.entry.of(item, at)
-        return known
+        if known is not None or tensor is None:
+            return known
+        value = self.value(item)
+        if isinstance(value, Const) and tensor.dtype in (torch.int64, torch.int32):
+            return int(value.value) if value.value == int(value.value) else None
+        return self.entry.of(item, at) if tensor.dim() == 0 else None
+
+    def _floor(self, node: fx.Node) -> Value | None:
+        """``index // n``: integer tensors are divided down, also below zero."""
+        bound, tensor = bind(node, "input", "other"), tensor_of(node)
+        if bound is None or len(bound) != 2 or tensor is None:
+            return None
+        value, amount = self.value(bound["input"]), scalar_of(bound["other"])
+        divisor = None if amount is None else fixed(amount)
+        whole = tensor.dtype in (torch.int64, torch.int32)
+        if not isinstance(value, Index) or divisor is None or divisor < 1 or not whole:
+            return None
+        return Floor(value, divisor)
 
     def _getitem(self, node: fx.Node) -> Value | None:
         source, index = node.args
         shape = shape_of(source)
         if not isinstance(source, fx.Node) or shape is None:
             return None
+        if isinstance(self.value(source), Const):
+            return self.value(source)  # whatever is taken of it
         axes = inserted_axes(index, len(shape))
         if axes is not None:
             return self._moved(source, node, axes)
@@ -294,7 +347,7 @@ class MaskReader:
             return None
         bounds = keeps[0].bounds + keeps[1].bounds
         pads = keeps[0].pads + keeps[1].pads
-        return Keep(bounds, pads)
+        return Keep(bounds, pads, chunks=keeps[0].chunks + keeps[1].chunks)
 
     def _invert(self, node: fx.Node) -> Value | None:
         value, tensor = self.value(node.args[0]), tensor_of(node.args[0])
@@ -303,10 +356,16 @@ class MaskReader:
         return None
 
     def _zero(self, node: fx.Node) -> Value | None:
-        """``x == 0`` and ``x != 0`` of a 0/1 tensor."""
+        """``x == 0`` and ``x != 0`` of a 0/1 tensor; ``a // n == b // n`` of indices."""
         bound = bind(node, "input", "other")
-        if bound is None or number_of(bound.get("other")) != 0.0:
+        if bound is None:
             return None
+        if number_of(bound.get("other")) != 0.0:
+            left, right = self.value(bound.get("input")), self.value(bound.get("other"))
+            if not isinstance(left, Floor) or not isinstance(right, Floor):
+                return None
+            keep = same_chunk(left, right)
+            return keep.inverted() if keep is not None and op_name(node) == "ne" else keep
         value = self.value(bound["input"])
         if not isinstance(value, Keep):
             return None
@@ -339,7 +398,7 @@ class MaskReader:
         lower = op_name(node) == "tril"
         shift = diagonal if lower else diagonal - 1
         keep = Keep(bounds=(Bound(-1, -2, shift, shape[-1], shape[-2]),))
-        if isinstance(inner, Keep) and not (inner.bounds or inner.pads or inner.negated):
+        if isinstance(inner, Keep) and inner.everywhere:
             return keep if lower else keep.inverted()
         if isinstance(inner, Const) and not lower and inner.value < 0:
             return Bias(keep, inner.value)
@@ -407,6 +466,7 @@ _HANDLERS: dict[str, Callable[[MaskReader, fx.Node], Value | None]] = {
     "arange": MaskReader._arange,
     "add": MaskReader._shift,
     "sub": MaskReader._shift,
+    "floordiv": MaskReader._floor,
     "getitem": MaskReader._getitem,
     "unsqueeze": MaskReader._unsqueeze,
     "view": MaskReader._reshape,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -33,6 +34,7 @@ class Operand:
         between: the nodes between the two, and ``node`` if it is not ``base``.
         factor: ``node`` is ``factor`` times ``base``, apart from its form.
         tokens_first: ``base`` is ``[B, tokens, H, D]``.
+        seen_first: the same of ``node``.
     """
 
     node: fx.Node
@@ -40,32 +42,52 @@ class Operand:
     between: tuple[fx.Node, ...]
     factor: float = 1.0
     tokens_first: bool = False
+    seen_first: bool = False
 
 
-def unrepeat(node: fx.Node) -> Operand:
+def heads_first(tensor: torch.Tensor, tokens_first: bool) -> torch.Tensor:
+    """``[B, H, tokens, D]``, also of ``[B, tokens, H, D]``; other ranks as they are."""
+    return tensor.transpose(1, 2) if tokens_first and tensor.dim() == 4 else tensor
+
+
+def unrepeat(node: fx.Node, tokens_first: bool = False) -> Operand:
     """Walk back from K or V as a product sees it to what is cached.
 
     Passed are ``contiguous``, repeats of each KV head for its group of query heads in the
     interleaved order (query head i uses KV head i // r), folding of batch and heads, casts that
     widen and multiplication by a number.
     """
-    return _walk(Operand(node, node, ()))
+    return _walk(Operand(node, node, (), 1.0, tokens_first, tokens_first))
 
 
 def behind_transpose(operand: Operand) -> Operand | None:
-    """The same operand further back, if its base is ``x.transpose(1, 2)`` of ``[B, tokens, H, D]``.
+    """The same operand further back, if its base is ``x.transpose(1, 2)``.
 
-    Heads may be repeated before the transposition.
+    ``[B, tokens, H, D]`` is behind ``[B, H, tokens, D]``, and the other way round. Heads may be
+    repeated before the transposition.
     """
-    node = operand.base
-    bound = bind(node, "input", "dim0", "dim1") if op_name(node) == "transpose" else None
-    if bound is None or len(bound) != 3 or len(shape_of(node) or ()) != 4:
+    source = _transposed(operand.base)
+    if source is None:
         return None
-    dims = {dim % 4 for dim in (bound["dim0"], bound["dim1"]) if isinstance(dim, int)}
-    if dims != {1, 2} or not isinstance(bound["input"], fx.Node):
+    between = (*operand.between, operand.base)
+    turned = not operand.tokens_first
+    return _walk(replace(operand, base=source, between=between, tokens_first=turned))
+
+
+def _transposed(node: fx.Node) -> fx.Node | None:
+    """``x`` of ``x.transpose(1, 2)`` or ``x.permute(0, 2, 1, 3)`` with four axes."""
+    if len(shape_of(node) or ()) != 4 or not node.args or not isinstance(node.args[0], fx.Node):
         return None
-    between = (*operand.between, node)
-    return _walk(Operand(operand.node, bound["input"], between, operand.factor, True))
+    dims: Any = node.args[1:]
+    if node.kwargs or not all(isinstance(dim, int) for dim in dims):
+        bound = bind(node, "input", "dim0", "dim1") or bind(node, "input", "dims") or {}
+        dims = bound.get("dims", (bound.get("dim0"), bound.get("dim1")))
+    if not isinstance(dims, (tuple, list)) or not all(isinstance(dim, int) for dim in dims):
+        return None
+    places = [dim % 4 for dim in dims]
+    if op_name(node) == "transpose":
+        return node.args[0] if sorted(places) == [1, 2] else None
+    return node.args[0] if op_name(node) == "permute" and places == [0, 2, 1, 3] else None
 
 
 def _walk(operand: Operand) -> Operand:
@@ -213,7 +235,7 @@ def kv_heads(operand: Operand, query_heads: int, grouped: bool, what: str) -> in
         NotMatched: the heads of the product do not follow "query head i uses KV head i // r".
     """
     unfolded = (n for n in (operand.node, *operand.between, operand.base) if _rank(n) == 4)
-    product = need_tensor(next(unfolded, None), what).shape[1]
+    product = need_tensor(next(unfolded, None), what).shape[2 if operand.seen_first else 1]
     stored = need_tensor(operand.base, what).shape[2 if operand.tokens_first else 1]
     if not isinstance(product, int) or not isinstance(stored, int):
         raise NotMatched(f"the number of heads of the {what} is not static")

@@ -18,9 +18,10 @@ class LayerShape:
 
     ``past`` and ``mask`` are lengths that the graph assumes, checked against the cache at every
     call: tokens stored (TieredCache only), and columns of the padding mask. ``keep``: tokens of a
-    functional cache that are passed on, 0 for all. ``mask_offset``: column of the padding mask that
-    the graph takes for the first of them. ``absolute``: an operand counts keys from the first token
-    of the sequence.
+    functional cache that are passed on, 0 for all. ``mask_offset``: column of the padding mask, and
+    position, that the graph takes for the first of them. ``absolute``: an operand counts keys from
+    the first token of the sequence. ``tokens_first``: the graph has keys and values as
+    ``[B, tokens, Hkv, D]``.
     """
 
     batch: Any
@@ -35,6 +36,7 @@ class LayerShape:
     mask_offset: Any = None
     keep: int = 0
     absolute: bool = False
+    tokens_first: bool = False
 
 
 @dataclass(frozen=True)

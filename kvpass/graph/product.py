@@ -22,8 +22,11 @@ from kvpass.graph.walk import (
 PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
 
 
-def value_operand(product: fx.Node, probabilities: fx.Node) -> fx.Node:
+def value_operand(product: fx.Node, probabilities: fx.Node, tokens_first: set[str]) -> fx.Node:
     """V of ``probabilities @ V``.
+
+    Where einsum has V or the output as [batch, tokens, heads, dim], "values" or "output" is added
+    to ``tokens_first``.
 
     Raises:
         NotMatched: the product is not of that form over [batch, heads, tokens, dim].
@@ -33,10 +36,24 @@ def value_operand(product: fx.Node, probabilities: fx.Node) -> fx.Node:
         raise NotMatched(f"the probabilities are not the left operand of {describe(product)}")
     if letters is not None:
         a, b, out = letters
+        if _tokens_first(b, a[0], a[1], a[3]):
+            tokens_first.add("values")
+            b = _swapped(b)
+        if _tokens_first(out, a[0], a[1], a[2]):
+            tokens_first.add("output")
+            out = _swapped(out)
         # bhqk, bhkd -> bhqd
         if (a[:2], a[:2], a[3], a[:3], b[3]) != (b[:2], out[:2], b[2], out[:3], out[3]):
             raise NotMatched(f"einsum {letters} is not probabilities times V")
     return second
+
+
+def _tokens_first(term: str, batch: str, heads: str, tokens: str) -> bool:
+    return term[:3] == batch + tokens + heads
+
+
+def _swapped(term: str) -> str:
+    return term[0] + term[2] + term[1] + term[3]
 
 
 def bias_of(product: fx.Node) -> tuple[fx.Node, float, float] | None:
@@ -107,8 +124,13 @@ def _letters(equation: str) -> tuple[str, str, str]:
     return parts[0], parts[1], out
 
 
-def key_operand(product: fx.Node, interior: list[fx.Node]) -> tuple[fx.Node, fx.Node]:
+def key_operand(
+    product: fx.Node, interior: list[fx.Node], tokens_first: set[str]
+) -> tuple[fx.Node, fx.Node]:
     """(query, K) of ``query @ K^T``; the node that transposes K is added to ``interior``.
+
+    Where einsum has the query or K as [batch, tokens, heads, dim], "query" or "keys" is added to
+    ``tokens_first``.
 
     Raises:
         NotMatched: the product is not of that form over [batch, heads, tokens, dim].
@@ -116,6 +138,12 @@ def key_operand(product: fx.Node, interior: list[fx.Node]) -> tuple[fx.Node, fx.
     query, other, letters = _operands(product)
     if letters is not None:
         a, b, out = letters
+        if _tokens_first(a, out[0], out[1], out[2]):
+            tokens_first.add("query")
+            a = _swapped(a)
+        if _tokens_first(b, out[0], out[1], out[3]):
+            tokens_first.add("keys")
+            b = _swapped(b)
         # bhqd, bhkd -> bhqk
         if (a[:2], a[:2], a[3], a[2], b[2]) != (b[:2], out[:2], b[3], out[2], out[3]):
             raise NotMatched(f"einsum {letters} is not queries times keys")

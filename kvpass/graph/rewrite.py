@@ -30,7 +30,7 @@ from kvpass.graph.flex import erase_unused
 from kvpass.graph.inputs import Rows, give_memory, grown, plain, symbols_of
 from kvpass.graph.kv import address, is_handle, is_update
 from kvpass.graph.plan import BufferUse, FunctionalSite, LayerShape, Plan, TieredGroup
-from kvpass.graph.site import AttentionSite
+from kvpass.graph.site import AttentionSite, tokens_axis
 from kvpass.graph.walk import mutates, shape_of, size_reads
 
 
@@ -56,8 +56,9 @@ def _shape_of(site: AttentionSite) -> LayerShape:
         past=None if past is None else plain(past),
         mask=None if mask is None else plain(example(mask).shape[1]),
         keep=source.keep,
-        mask_offset=None if mask is None else plain(site.mask.kv_offset),
+        mask_offset=None if mask is None and not site.mask.chunk else plain(site.mask.kv_offset),
         absolute=bool(site.mask.terms),
+        tokens_first=source.tokens_first,
     )
 
 
@@ -255,10 +256,13 @@ def _replace(
     before = example(site.output)
     with graph.inserting_before(site.output):
         last = site.output.prev
-        heads = example(site.query).shape[1]
+        query = scaled_query(graph, site.query, site.factors)
+        if site.query_first:
+            query = call(graph, torch.transpose, query, 1, 2)
+        heads = example(query).shape[1]
         token = tokens.get(shared)
         k_new, v_new = source.k_new, source.v_new
-        if source.tokens_first:
+        if source.tokens_first and k_new is not None:
             k_new, v_new = (call(graph, torch.transpose, node, 1, 2) for node in (k_new, v_new))
         if source.k_new is not None and token is None:
             token = tokens[shared] = call(
@@ -268,7 +272,7 @@ def _replace(
         out = call(
             graph,
             torch.ops.kvpass.attend_latent.default if weights else torch.ops.kvpass.attend.default,
-            scaled_query(graph, site.query, site.factors),
+            query,
             *weights,
             k_new,
             v_new,
@@ -282,6 +286,8 @@ def _replace(
             operand(graph, site.mask.terms, heads),
             **_options(site),
         )
+        if site.output_first:
+            out = call(graph, torch.transpose, out, 1, 2)
         if before.dim() == 3:
             out = call(graph, torch.flatten, out, 0, 1)
         elif before.is_contiguous() and not example(out).is_contiguous():
@@ -326,23 +332,24 @@ def _replace_sizes(graph: fx.Graph, site: AttentionSite) -> None:
     source = site.source
     if source.form in ("read", "static"):
         return
+    axis = tokens_axis(source.tokens_first)
     for node, new in ((source.keys, source.k_new), (source.values, source.v_new)):
         for read, dim in size_reads(node):
             with graph.inserting_before(read):
                 size: Any = example(node).shape[dim]
                 if isinstance(size, int):
                     pass
-                elif dim != 2:
+                elif dim != axis:
                     size = size_of(graph, new or site.query, dim)
                 elif new is None:
                     assert source.update is not None
                     size = source.update.args[2]
                 else:
                     past = source.past_k if node is source.keys else source.past_v
-                    stored: Any = 0 if past is None else size_of(graph, past, 2)
+                    stored: Any = 0 if past is None else size_of(graph, past, axis)
                     if source.update is not None:
                         stored = source.update.args[4]
-                    size = total(graph, stored, size_of(graph, new, 2))
+                    size = total(graph, stored, size_of(graph, new, axis))
             for user in list(read.users):
                 user.args = _swapped(user.args, read, size)
                 user.kwargs = _swapped(user.kwargs, read, size)
@@ -359,11 +366,12 @@ def _swapped(arguments: Any, old: fx.Node, new: Any) -> Any:
 def _options(site: AttentionSite) -> dict[str, Any]:
     """Arguments of ``attend`` that differ from their default."""
     options: dict[str, Any] = {
-        "softcap": site.softcap, "window": site.mask.window, "sinks": site.sinks
+        "softcap": site.softcap, "window": site.mask.window, "chunk": site.mask.chunk,
+        "sinks": site.sinks,
     }  # fmt: skip
     if site.source.k_new is None:
-        options["kv_heads"] = int(example(site.source.keys).shape[1])
-        options["head_dim_v"] = int(example(site.source.values).shape[3])
+        options["kv_heads"] = int(site.source.shapes[0][1])
+        options["head_dim_v"] = int(site.source.shapes[1][3])
     return {key: value for key, value in options.items() if value not in (0, None)}
 
 

@@ -44,6 +44,7 @@ class Chain:
         scores: scale, softcap, masks and sinks.
         causal_flag: SDPA's ``is_causal``.
         grouped: SDPA's ``enable_gqa``.
+        tokens_first: which of "query", "keys", "values" and "output" are ``[B, tokens, H, D]``.
         interior: nodes that disappear, without ``output``.
         tables: what must hold of flex_attention's block tables.
         positions_checked: where queries begin may be left for the runtime to confirm.
@@ -57,6 +58,7 @@ class Chain:
     scores: Scores
     causal_flag: bool = False
     grouped: bool = False
+    tokens_first: set[str] = field(default_factory=set)
     interior: list[fx.Node] = field(default_factory=list)
     tables: TableCheck | None = None
     positions_checked: bool = False
@@ -145,7 +147,8 @@ def match_softmax(node: fx.Node, live: set[fx.Node]) -> Chain:
     """
     source = _check_softmax(node)
     interior: list[fx.Node] = [node]
-    output, values, cut = _forward(node, live, interior)
+    tokens_first: set[str] = set()
+    output, values, cut = _forward(node, live, interior, tokens_first)
     product, scores = walk_back(source, interior)
     if cut != (scores.sinks is not None):
         raise NotMatched(
@@ -154,7 +157,7 @@ def match_softmax(node: fx.Node, live: set[fx.Node]) -> Chain:
             else "the attention sinks take part in the product with V"
         )
     interior.append(product)
-    query, keys = key_operand(product, interior)
+    query, keys = key_operand(product, interior, tokens_first)
     bias = bias_of(product)
     if bias is not None:
         term, beta, alpha = bias
@@ -163,7 +166,7 @@ def match_softmax(node: fx.Node, live: set[fx.Node]) -> Chain:
         if beta != 0.0:
             scores.terms.insert(0, MaskTerm("add", term, factor=beta * scores.scale))
         scores.scale *= alpha
-    chain = Chain(node, output, query, keys, values, scores)
+    chain = Chain(node, output, query, keys, values, scores, tokens_first=tokens_first)
     chain.interior = [item for item in interior if item is not output]
     _check_dtypes(chain)
     return chain
@@ -185,7 +188,7 @@ def _check_softmax(node: fx.Node) -> fx.Node:
 
 
 def _forward(
-    softmax: fx.Node, live: set[fx.Node], interior: list[fx.Node]
+    softmax: fx.Node, live: set[fx.Node], interior: list[fx.Node], tokens_first: set[str]
 ) -> tuple[fx.Node, fx.Node, bool]:
     """From the softmax to the product with V: (product, V operand, last probability dropped)."""
     current, cut = softmax, False
@@ -201,7 +204,7 @@ def _forward(
         user = users[0]
         name = op_name(user)
         if name in PRODUCTS:
-            return user, value_operand(user, current), cut
+            return user, value_operand(user, current, tokens_first), cut
         if name == "dropout":
             _check_dropout(user)
         elif name == "getitem":

@@ -85,6 +85,8 @@ class MaskSpec:
     ``kv_mask``: node of a bool tensor [B, >= keys], True = may be seen (padding); or None. Its
     column ``kv_offset`` stands for the first key: 0 unless the cache keeps a window of tokens.
     ``window``: with ``causal``, the query at position p sees keys j > p - window only; 0: all.
+    ``chunk``: with ``causal``, it sees keys with j // chunk == p // chunk only, where ``kv_offset``
+    is the position of the first key; 0: all.
     ``terms``: masks and biases that are not read, in the order in which they are applied; each
     broadcasts to [B, Hq, n, keys], or is [B * Hq, 1|n, 1|keys]. Parts are combined by logical and /
     addition. ``past``: where a causal mask takes the queries to begin. ``assumed``: pairs of sizes
@@ -93,6 +95,7 @@ class MaskSpec:
 
     causal: bool = False
     window: int = 0
+    chunk: int = 0
     kv_mask: fx.Node | None = None
     kv_offset: Size = 0
     terms: tuple[MaskTerm, ...] = ()
@@ -108,7 +111,8 @@ class MaskSpec:
         """The mask in words."""
         parts = []
         if self.causal:
-            parts.append(f"causal in a window of {self.window}" if self.window else "causal")
+            inside = f" in a window of {self.window}" if self.window else ""
+            parts.append("causal" + (f" in chunks of {self.chunk}" if self.chunk else inside))
         if self.kv_mask is not None:
             parts.append("padding")
         parts.extend(f"operand {term.node.name}" for term in self.terms)
@@ -122,7 +126,8 @@ class AttentionSite:
     ``anchor`` is the SDPA or softmax node, ``output`` the node whose value is [B, Hq, n, Dv] (or
     [B * Hq, n, Dv]) and is replaced, ``query`` the node [B, Hq, n, Dk] before any scaling that
     ``scale`` carries. ``factors`` are scales known at run time only, ``softcap`` 0 for none,
-    ``sinks`` extra logits [Hq] of the softmax without values.
+    ``sinks`` extra logits [Hq] of the softmax without values. ``query_first`` and ``output_first``:
+    the query, and the output, are [B, n, Hq, D].
     ``interior`` are the nodes between the source and the output, which must have no other users.
     With ``latent`` the source holds latents and rotary keys, of which keys and values are made.
     ``tables`` is what must hold of flex_attention's block tables in a call.
@@ -139,6 +144,8 @@ class AttentionSite:
     softcap: float = 0.0
     factors: tuple[fx.Node, ...] = ()
     sinks: fx.Node | None = None
+    query_first: bool = False
+    output_first: bool = False
     tables: TableCheck | None = None
     latent: Latent | None = None
 

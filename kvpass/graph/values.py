@@ -24,6 +24,14 @@ class Index:
 
 
 @dataclass(frozen=True)
+class Floor:
+    """Integer tensor ``floor(index / divisor)``, below zero too."""
+
+    index: Index
+    divisor: int
+
+
+@dataclass(frozen=True)
 class Const:
     """Tensor with one value everywhere."""
 
@@ -55,16 +63,35 @@ class Pad:
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """Visible where floor((j + ``k_offset``) / size) == floor((i + ``q_offset``) / size)."""
+
+    size: int
+    k_axis: int
+    q_axis: int
+    k_offset: Size
+    q_offset: Size
+    k_extent: Size
+    q_extent: Size
+
+
+@dataclass(frozen=True)
 class Keep:
-    """Tensor that is nonzero exactly where all bounds and paddings allow (or not, if negated)."""
+    """Tensor that is nonzero exactly where all its parts allow (or not, if negated)."""
 
     bounds: tuple[Bound, ...] = ()
     pads: tuple[Pad, ...] = ()
     negated: bool = False
+    chunks: tuple[Chunk, ...] = ()
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether nothing is hidden."""
+        return not (self.bounds or self.pads or self.chunks or self.negated)
 
     def inverted(self) -> Keep:
         """Nonzero exactly where this is zero."""
-        if len(self.bounds) == 1 and not self.pads and not self.negated:
+        if len(self.bounds) == 1 and not (self.pads or self.chunks or self.negated):
             (bound,) = self.bounds
             return Keep((replace(bound, lower=not bound.lower),))
         return replace(self, negated=not self.negated)
@@ -78,7 +105,7 @@ class Bias:
     hidden: float
 
 
-Value = Index | Const | Keep | Bias
+Value = Index | Floor | Const | Keep | Bias
 
 
 def below(small: Index, large: Index, negated: bool) -> Keep | None:
@@ -98,6 +125,18 @@ def below(small: Index, large: Index, negated: bool) -> Keep | None:
         bound = Bound(large.axis, small.axis, shift, large.extent, small.extent, lower=not negated)
         return Keep(bounds=(bound,))
     return None
+
+
+def same_chunk(a: Floor, b: Floor) -> Keep | None:
+    """Where two of them are equal, along two axes; the one further right is that of the keys."""
+    if a.divisor != b.divisor or a.index.axis is None or b.index.axis is None:
+        return None
+    if a.index.axis == b.index.axis:
+        return None
+    k, q = (a.index, b.index) if a.index.axis > b.index.axis else (b.index, a.index)
+    assert k.axis is not None and q.axis is not None
+    chunk = Chunk(a.divisor, k.axis, q.axis, k.offset, q.offset, k.extent, q.extent)
+    return Keep(chunks=(chunk,))
 
 
 def move(
@@ -122,6 +161,9 @@ def move(
 
     if isinstance(value, Const):
         return value
+    if isinstance(value, Floor):
+        inner = move(value.index, before, after, axes)
+        return replace(value, index=inner) if isinstance(inner, Index) else None
     if isinstance(value, Index):
         if value.axis is None:
             return value
@@ -132,6 +174,7 @@ def move(
     used = [bound.k_axis for bound in keep.bounds] + [pad.k_axis for pad in keep.pads]
     used += [bound.q_axis for bound in keep.bounds if bound.q_axis is not None]
     used += [pad.b_axis for pad in keep.pads]
+    used += [axis for chunk in keep.chunks for axis in (chunk.k_axis, chunk.q_axis)]
     if any(axis not in place for axis in used):
         return None
     bounds = tuple(_move_bound(bound, place, extent) for bound in keep.bounds)
@@ -145,7 +188,17 @@ def move(
         )
         for pad in keep.pads
     )
-    moved = replace(keep, bounds=bounds, pads=pads)
+    chunks = tuple(
+        replace(
+            chunk,
+            k_axis=place[chunk.k_axis],
+            q_axis=place[chunk.q_axis],
+            k_extent=extent(chunk.k_axis, chunk.k_extent),
+            q_extent=extent(chunk.q_axis, chunk.q_extent),
+        )
+        for chunk in keep.chunks
+    )
+    moved = replace(keep, bounds=bounds, pads=pads, chunks=chunks)
     return replace(value, keep=moved) if isinstance(value, Bias) else moved
 
 

@@ -36,6 +36,8 @@ _ALIASES = {
     "__invert__": "invert",
     "inv": "invert",
     "subtract": "sub",
+    "floor_divide": "floordiv",
+    "__floordiv__": "floordiv",
     "less_equal": "le",
     "less": "lt",
     "greater_equal": "ge",
@@ -74,7 +76,8 @@ _NAMES = (
     "reshape", "unsqueeze", "flatten", "repeat_interleave", "getitem", "tril", "triu", "ones",
     "zeros", "full", "empty", "tensor", "ones_like", "zeros_like", "full_like", "tanh", "clone",
     "scaled_dot_product_attention", "multi_head_attention_forward", "linear", "narrow", "squeeze",
-    "select", "split", "chunk", "unflatten", "detach", "neg", "max", "amax",
+    "select", "split", "chunk", "unflatten", "detach", "neg", "max", "amax", "floordiv",
+    "floor_divide",
 )
 # fmt: on
 

@@ -37,7 +37,7 @@ class Content:
             its ``length`` is what was written last.
         reach: tokens up to which a buffer may have been written. Blocks behind ``length`` are
             given back, so that a buffer forgets what it held there.
-        tokens_first: whether the buffer is ``[B, tokens, Hkv, D]``.
+        tokens_first: whether the tensor is ``[B, tokens, Hkv, D]``.
         memory: a dense tensor that has taken the place of a buffer's blocks, or None.
     """
 
@@ -67,7 +67,7 @@ class Content:
         self.reach = length
 
     def dense(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Dense copy, ``[B, Hkv, length - start, D]``, or a buffer in the shape it has."""
+        """Dense copy of all tokens from ``start`` on, or a buffer in the shape it has."""
         if self.memory is not None:
             return self.memory.clone()
         self.check_whole()

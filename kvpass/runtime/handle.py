@@ -27,7 +27,9 @@ from kvpass.warn import warn_user
 
 
 class KVHandle(Tensor):
-    """A tensor ``[B, Hkv, length, D]`` without storage; see the module's description.
+    """A tensor ``[B, Hkv, length, D]`` or ``[B, length, Hkv, D]`` without storage.
+
+    See the module's description.
 
     Any op on it works on a dense copy, with one warning, except changing it or a view of it in
     place, and what needs its memory: both raise ``UnsupportedError``.
@@ -73,7 +75,7 @@ class KVHandle(Tensor):
         device = content.lease.batch.device
         handle = cls(directory.enroll(content), shape, dtype, device, content)
         # The length differs at every step: a graph compiled for one length would be wasted.
-        torch._dynamo.maybe_mark_dynamic(handle, 2)
+        torch._dynamo.maybe_mark_dynamic(handle, 1 if content.tokens_first else 2)
         return handle
 
     @classmethod
@@ -190,20 +192,22 @@ class KVHandle(Tensor):
     def _first_tokens(self, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Any:
         """A slice that is a handle itself, or None; arguments of ``aten.slice``."""
         content = self.content
-        if (
-            content is None
-            or content.start
-            or content.capacity
-            or step != 1
-            or dim not in (2, -2)
-            or start not in (None, 0)
-        ):
+        if content is None or content.start or content.capacity:
+            return None
+        axis = 1 if content.tokens_first else 2
+        if step != 1 or dim not in (axis, axis - 4) or start not in (None, 0):
             return None
         length = content.length if end is None else int(end)
         length = min(max(length + content.length if length < 0 else length, 0), content.length)
-        shorter = Content(content.lease, content.layer, content.values, length)
-        size, heads, _, width = self.shape
-        return KVHandle.of(shorter, (size, heads, length, width), self.dtype)
+        shorter = Content(
+            content.lease,
+            content.layer,
+            content.values,
+            length,
+            tokens_first=content.tokens_first,
+        )
+        shape = tuple(length if i == axis else size for i, size in enumerate(self.shape))
+        return KVHandle.of(shorter, shape, self.dtype)
 
     def _numbers(self) -> Tensor:
         """Dense tensor to read from, not to change."""

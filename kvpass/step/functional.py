@@ -57,7 +57,8 @@ class FunctionalGroup:
                 break
             for index in (site.past_k, site.past_v):
                 content = getattr(args[index], "content", None)
-                if content is None or content.capacity:
+                other = content is not None and content.tokens_first != site.shape.tokens_first
+                if content is None or content.capacity or other:
                     contents = None
                     break
                 assert contents is not None
@@ -147,6 +148,8 @@ class FunctionalGroup:
                         f"past keys {tuple(dense[0].shape)} and values {tuple(dense[1].shape)} of "
                         f"{site.shape} differ in more than the head size"
                     )
+                if site.shape.tokens_first:
+                    dense = (dense[0].transpose(1, 2), dense[1].transpose(1, 2))
                 past.append(dense)
         size = sizes.of(self.sites[0].shape.batch)
         longest = max((pair[0].shape[2] for pair in past if pair is not None), default=0)
@@ -182,8 +185,12 @@ class FunctionalGroup:
             ):
                 if positions:
                     start = max(0, length - shape.keep) if shape.keep else 0
-                    content = Content(lease, layer, values, length, start)
+                    content = Content(
+                        lease, layer, values, length, start, tokens_first=shape.tokens_first
+                    )
                     size = (batch.size, shape.kv_heads, length - start, width)
+                    if shape.tokens_first:
+                        size = (batch.size, length - start, shape.kv_heads, width)
                     handle = KVHandle.of(content, size, shape.dtype)
                     for position in positions:
                         outputs[position] = handle

@@ -136,7 +136,38 @@ OPERAND: dict[str, Make] = {
         (columns() <= rows()) & (columns() > torch.arange(N)[None, :, None] - 4)[0, :1]
     ),
     "window of an early mask": lambda pad, q: (columns() <= rows() - 1) & (columns() > rows() - 4),
-    "chunked": lambda pad, q: (columns() <= rows()) & (columns() // 4 == rows() // 4),
+    "chunks counted from elsewhere": lambda pad, q: (
+        (columns() <= rows()) & ((columns() - 1) // 4 == (rows() - 1) // 4)
+    ),
+    "chunks shifted by a whole one": lambda pad, q: (
+        (columns() <= rows()) & ((columns() + 4) // 4 == (rows() + 4) // 4)
+    ),
+    "chunks of keys and queries apart": lambda pad, q: (
+        (columns() <= rows()) & (columns() // 4 == (rows() + 1) // 4)
+    ),
+    "chunks of two sizes": lambda pad, q: (columns() <= rows()) & (columns() // 4 == rows() // 8),
+    "chunks within chunks": lambda pad, q: (
+        (columns() <= rows()) & (columns() // 4 == rows() // 4) & (columns() // 8 == rows() // 8)
+    ),
+    "chunks alone": lambda pad, q: columns() // 4 == rows() // 4,
+    "other chunks": lambda pad, q: (columns() <= rows()) & (columns() // 4 != rows() // 4),
+    "chunks by data": lambda pad, q: (
+        (columns() <= rows()) & ((columns() - pad.sum()) // 4 == (rows() - pad.sum()) // 4)
+    ),
+    "chunks by minus four": lambda pad, q: (
+        (columns() <= rows()) & (columns() // -4 == rows() // -4)
+    ),
+    "chunks rounded to zero": lambda pad, q: (
+        (columns() <= rows()) & (columns().div(4, rounding_mode="trunc") == rows() // 4)
+    ),
+    "true division": lambda pad, q: (columns() <= rows()) & (columns() / 4 == rows() / 4),
+    "remainders": lambda pad, q: (columns() <= rows()) & (columns() % 4 == rows() % 4),
+    "chunks and a window": lambda pad, q: (
+        (columns() <= rows()) & (columns() // 4 == rows() // 4) & (columns() > rows() - 3)
+    ),
+    "chunks of queries of another count": lambda pad, q: (
+        (columns() <= rows()) & (columns() // 4 == (torch.arange(1)[:, None] + P) // 4)
+    ),
     "reversed": lambda pad, q: columns() >= rows(),
     "negated": lambda pad, q: ~(columns() <= rows()),
     "or": lambda pad, q: (columns() <= rows()) | (columns() == 0),
@@ -163,6 +194,109 @@ def test_what_cannot_be_read_stays_an_operand(name: str) -> None:
     site = only(sdpa(OPERAND[name]))
     assert (site.mask.causal, site.mask.kv_mask) == (False, None)
     assert site.mask.operand is site.anchor.kwargs["attn_mask"]
+
+
+def late() -> Tensor:
+    return torch.zeros(B, dtype=torch.int64)[torch.arange(B)[:, None, None, None]]
+
+
+CHUNKS: dict[str, tuple[Make, int]] = {
+    "eq": (lambda pad, q: (columns() <= rows()) & (columns() // 4 == rows() // 4), 4),
+    "turned": (lambda pad, q: (rows() // 3 == columns() // 3) & (columns() <= rows()), 3),
+    "not ne": (lambda pad, q: (columns() <= rows()) & ~(columns() // 4 != rows() // 4), 4),
+    "floor_divide": (
+        lambda pad, q: (
+            (columns() <= rows()) & (columns().floor_divide(4) == torch.floor_divide(rows(), 4))
+        ),
+        4,
+    ),
+    "of no padding": (
+        lambda pad, q: (
+            (columns() <= rows())[None, None]
+            & ((columns()[None, None] - late()) // 4 == (rows()[None, None] - late()) // 4)
+        ),
+        4,
+    ),
+    "4-D": (
+        lambda pad, q: ((columns() <= rows()) & (columns() // 4 == rows() // 4))[None, None].expand(
+            B, 1, N, S
+        ),
+        4,
+    ),
+    "where": (
+        lambda pad, q: torch.where(
+            (columns() <= rows()) & (columns() // 4 == rows() // 4), 0.0, MIN
+        ),
+        4,
+    ),
+    "wider than all": (
+        lambda pad, q: (columns() <= rows()) & (columns() // 99 == rows() // 99),
+        99,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_chunks_are_read(name: str) -> None:
+    make, size = CHUNKS[name]
+    mask = only(sdpa(make)).mask
+    assert (mask.causal, mask.chunk, mask.window, mask.kv_mask, mask.terms) == (
+        True, size, 0, None, (),
+    )  # fmt: skip
+    assert mask.kv_offset == 0 and f"chunks of {size}" in mask.describe()
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_every_spelling_of_chunks_is_right(name: str) -> None:
+    make, size = CHUNKS[name]
+    mask = make(PAD, Q)
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    expected = torch.tensor(
+        [[j <= i and j // size == i // size for j in range(S)] for i in range(P, S)]
+    )
+    assert torch.equal(seen.expand(B, 1, N, S), expected.expand(B, 1, N, S))
+
+
+def test_chunks_in_one_mask_and_a_window_in_another_are_refused() -> None:
+    def apply(scores: Tensor, pad: Tensor) -> Tensor:
+        chunks = (columns() <= rows()) & (columns() // 4 == rows() // 4)
+        window = (columns() <= rows()) & (columns() > rows() - 3)
+        return scores.masked_fill(~chunks, -math.inf).masked_fill(~window, -math.inf)
+
+    found = eager(apply)
+    assert found.sites == [] and "chunks and a window" in found.refusals[0].reason
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_chunks_over_kept_tokens_say_where_they_begin(shift: int) -> None:
+    """The position of the first key is an input: only the runtime can confirm it."""
+    kept = 4
+
+    def step(
+        q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor, before: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        begin = before.shape[0]
+        keys, values = torch.cat([pk, k], dim=2), torch.cat([pv, v], dim=2)
+        cols = torch.arange(kept + N)[None, :] + begin
+        lines = torch.arange(N)[:, None] + (begin + kept + shift)
+        mask = (cols <= lines) & (cols // 5 == lines // 5)
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+        return out, keys[:, :, -kept:], values[:, :, -kept:]
+
+    recorder = Recorder()
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend=recorder, fullgraph=True)
+    before = torch.zeros(11)
+    torch._dynamo.mark_dynamic(before, 0)
+    with torch.no_grad():
+        compiled(Q, K, V, PK[:, :, :kept].clone(), PV[:, :, :kept].clone(), before)
+    (found,) = recorder.found
+    if shift:
+        assert found.sites == [] and "mask shows all of them" in found.refusals[0].reason
+        return
+    mask = only(found).mask
+    assert (mask.causal, mask.chunk) == (True, 5)
+    assert isinstance(mask.kv_offset, torch.SymInt)
 
 
 WINDOWS: dict[str, tuple[Make, int]] = {

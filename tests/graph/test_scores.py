@@ -482,7 +482,7 @@ NEAR_MISSES: dict[str, tuple[Attend, str]] = {
         "this cast is not supported",
     ),
     "wrong einsum": (
-        lambda q, k, v: torch.einsum("bhqk,bhkd->bqhd", (q @ k.mT).softmax(-1), v),
+        lambda q, k, v: torch.einsum("bhqk,bhkd->bhdq", (q @ k.mT).softmax(-1), v),
         "not probabilities times V",
     ),
     "not transposed": (

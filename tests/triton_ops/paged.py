@@ -107,7 +107,7 @@ def expect(
 
 def scoring(kwargs: dict[str, object]) -> dict[str, object]:
     """Those arguments that the reference takes too."""
-    names = ("kv_mask", "bias", "softcap", "window", "sinks")
+    names = ("kv_mask", "bias", "softcap", "window", "chunk", "sinks")
     return {name: kwargs[name] for name in names if name in kwargs}
 
 

@@ -122,6 +122,14 @@ def test_more_refusals(tables: Tables) -> None:
             extend(tables, q, q, q, **bad)
     with pytest.raises(ValueError, match=r"window \(5\) needs causal=True"):
         extend(tables, q, q, q, window=5, causal=False)
+    with pytest.raises(ValueError, match=r"chunk \(5\) needs causal=True"):
+        extend(tables, q, q, q, chunk=5, causal=False)
+    for call in (lambda **o: extend(tables, q, q, q, **o),
+                 lambda **o: decode(tables, q[:, :, :1], **o)):  # fmt: skip
+        with pytest.raises(ValueError, match=r"window \(5\) and chunks \(6\)"):
+            call(window=5, chunk=6)
+        with pytest.raises(ValueError, match="chunk must be"):
+            call(chunk=-1)
     for k in (q[:, :, :3], None):
         with pytest.raises(ValueError, match="as many new keys as queries"):
             extend(tables, q, k, k, kv_heads=2, head_dim_v=16)
