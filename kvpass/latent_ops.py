@@ -9,8 +9,6 @@ arguments: :func:`kvpass.cpu_latent.attend_latent`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -77,31 +75,16 @@ def _attend_latent_cuda(
     softcap: float = 0.0,
     window: int = 0,
 ) -> Tensor:
-    import triton_ops
+    from kvpass import gpu_latent
 
     _check(q, key_weight, value_weight, k_new, v_new, scale, causal, softcap, window)
     tables = tables_for(q.device)
-    nope = key_weight.shape[1]
     with torch.autocast("cuda", enabled=False):
-        query = torch.cat((q[..., :nope] @ key_weight, q[..., nope:]), -1)
-        sums: Any = triton_ops.attend_latent(
-            query,
-            k_new,
-            v_new,
-            rows[layer],
-            tables.base,
-            tables.length,
-            block_size=block_size,
-            scale=scale,
-            causal=causal,
-            kv_mask=kv_mask,
-            bias=full_bias(bias, q.shape[2]),
-            softcap=softcap,
-            window=window,
-            row_heat=tables.heat if q.shape[2] == 1 else None,
-            max_blocks=tables.max_blocks,
-        )
-        return token_major(sums @ value_weight.transpose(1, 2))
+        out = gpu_latent.attend_latent(
+            q, key_weight, value_weight, k_new, v_new, rows[layer], tables, block_size, scale,
+            causal, kv_mask, full_bias(bias, q.shape[2]), softcap, window,
+        )  # fmt: skip
+    return token_major(out)
 
 
 def _check(

@@ -28,11 +28,9 @@ class Latents:
         nope=16,
         values=24,
         dtype=torch.float32,
-        size=2,
         **tiers,
     ):
-        tiers = {"hot": "64KiB"} | tiers
-        tiers = {"size": 2} | tiers
+        tiers = {"hot": "64KiB", "size": 2} | tiers
         self.driver = Driver(layers=1, heads=1, width=latent, width_v=rotary, dtype=dtype, **tiers)
         self.sizes = heads, latent, rotary, nope, values
         scale = latent**-0.5

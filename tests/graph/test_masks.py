@@ -540,7 +540,7 @@ TERMS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Terms]] = {
     "two biases": (lambda s, pad: s + BIAS(pad) + BIAS(pad).flip(-1), [ADD, ADD]),
     "bias before a scale": (lambda s, pad: (s + BIAS(pad)) * 0.5, [("add", 0.0, True, 0.5)]),
     "fill before a scale": (lambda s, pad: s.masked_fill(~SEEN(pad), -math.inf) * 0.5, [FILL]),
-    "min before a larger scale": (lambda s, pad: s.masked_fill(~SEEN(pad), MIN) * 2, [FILL_MIN]),
+    "min before a larger scale": (lambda s, pad: s.masked_fill(~SEEN(pad), MIN) * 2, [FILL]),
     "in place": (lambda s, pad: s.masked_fill_(~SEEN(pad), MIN).add_(BIAS(pad)), [FILL_MIN, ADD]),
 }  # fmt: skip
 
