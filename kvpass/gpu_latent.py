@@ -12,13 +12,15 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import triton_ops
 
-EXPANDED_QUERIES = 256
-"""New tokens from which on their keys and values are made: between 128 and 512 on an H200, where
-both forms were measured (benchmarks/test_latent_gpu.py)."""
+EXPANDED_QUERIES = 512
+"""New tokens from which on their keys and values are made. On an H200, 128 heads and 2,048 tokens,
+absorbed attention takes 3.6 ms, keys, values and FlashAttention 1.3 ms; at 128 tokens absorbed is
+the faster one (benchmarks/test_latent_gpu.py)."""
 _MAX_HEAD_DIM = 256
 
 
@@ -71,7 +73,7 @@ def attend_latent(
     queries, nope, rotary = q.shape[2], key_weight.shape[1], v_new.shape[3]
     query = torch.cat((q[..., :nope] @ key_weight, q[..., nope:]), -1)
     plain = causal and kv_mask is None and bias is None and not softcap and not window
-    fits = max(nope + rotary, value_weight.shape[1]) <= _MAX_HEAD_DIM
+    fits = max(nope + rotary, value_weight.shape[1]) <= _MAX_HEAD_DIM and _has_flash(q)
     if queries >= EXPANDED_QUERIES and plain and fits:
         return _in_two_parts(
             q, query, key_weight, value_weight, k_new, v_new, rows, tables, block_size, scale
@@ -114,11 +116,7 @@ def _in_two_parts(
     keys = k_new @ key_weight.transpose(1, 2)
     keys = torch.cat((keys, v_new.expand(-1, keys.shape[1], -1, -1)), -1)
     values = k_new @ value_weight.transpose(1, 2)
-    nothing = torch.zeros_like(rows)
-    new: Any = triton_ops.attend_extend(
-        q, keys, values, nothing, tables.base[:1], tables.length.new_zeros(1),
-        block_size=block_size, scale=scale, causal=True, return_lse=True,
-    )  # fmt: skip
+    new = _flash(q, keys, values, scale)
     old: Any = triton_ops.attend_latent(
         query, None, None, rows, tables.base, tables.length, block_size=block_size, scale=scale,
         causal=False, latent_dim=k_new.shape[3], rope_dim=v_new.shape[3], kv_dtype=k_new.dtype,
@@ -128,3 +126,25 @@ def _in_two_parts(
     share = torch.sigmoid(new[1] - old[1]).unsqueeze(-1)
     stored = (old[0] @ value_weight.transpose(1, 2)).float()
     return torch.lerp(stored, new[0].float(), share).to(q.dtype)
+
+
+def _has_flash(q: Tensor) -> bool:
+    """Whether FlashAttention takes the queries."""
+    if not q.is_cuda:
+        return True
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    return half and torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
+def _flash(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Causal attention ``[B, H, n, Dv]``, and the logarithm of its sum ``[B, H, n]``."""
+    ops: Any = torch.ops.aten
+    width = max(keys.shape[3], values.shape[3])
+    # One width for all, a multiple of 8.
+    width = -(-width // 8) * 8
+    padded = [F.pad(x, (0, width - x.shape[3])) for x in (q, keys, values)]
+    if q.is_cuda:
+        out, lse, *_ = ops._scaled_dot_product_flash_attention(*padded, 0.0, True, scale=scale)
+    else:
+        out, lse = ops._scaled_dot_product_flash_attention_for_cpu(*padded, 0.0, True, scale=scale)
+    return out[..., : values.shape[3]], lse

@@ -6,15 +6,18 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import triton_ops
+from kvpass import gpu_latent
 from triton_ops.reference import (
     Tables,
     aligned_empty,
+    attend_reference,
     heat_reference,
     latent_reference,
     place_rows,
@@ -318,3 +321,32 @@ def test_a_launch_reads_nothing_back() -> None:
         attend(*more, tables, rows=rows)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("past", [0, 1000])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_long_chunks_of_all_heads(dtype: torch.dtype, past: int, heads: int) -> None:
+    """New tokens expanded and stored ones absorbed, 192 channels of keys and 128 of values."""
+    tokens = gpu_latent.EXPANDED_QUERIES + 70
+    up_k = randn(heads, 128, 512, dtype=dtype) * 512**-0.5
+    up_v = randn(heads, 128, 512, dtype=dtype) * 512**-0.5
+    old_c, old_r = randn(1, past, 512, dtype=dtype), randn(1, past, 64, dtype=dtype)
+    q = randn(1, heads, tokens, 192, dtype=dtype)
+    c, r = randn(1, 1, tokens, 512, dtype=dtype), randn(1, 1, tokens, 64, dtype=dtype)
+    placed = place_rows([old_c], [old_r], 256, "cuda", fill=math.nan)
+    tables = SimpleNamespace(
+        base=placed.row_base, length=placed.row_len, heat=None, max_blocks=placed.max_blocks
+    )
+    out = gpu_latent.attend_latent(
+        q, up_k, up_v, c, r, ids(0), tables, 256, 192**-0.5, True, None, None
+    )
+    all_c, all_r = torch.cat([old_c, c[0]], 1).double(), torch.cat([old_r, r[0]], 1).double()
+    for h in (0, heads - 1):
+        keys = torch.cat([all_c @ up_k[h].double().t(), all_r], -1)[None]
+        values = (all_c @ up_v[h].double().t())[None]
+        want, _ = attend_reference(
+            q[:, h : h + 1], keys, values, scale=192**-0.5, causal=True, q_offset=past
+        )
+        error = (out[:, h : h + 1].double() - want).norm() / want.norm()
+        assert error < {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
