@@ -54,7 +54,6 @@ def command(
     running.check_options(inner=inner, hot=hot)
     if graph is not None:
         check_folder(graph)
-    running.say(f"loading {model}")
     loaded = running.load(model)
     prompt = torch.tensor([loaded.tokenizer.encode(PROMPT)])
     own = via is Via.own

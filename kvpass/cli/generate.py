@@ -47,7 +47,7 @@ def command(
         raise ConfigError("give one of --prompt and --prompt-file")
     running.check_options(inner=inner, hot=hot)
     if prompt is not None and not prompt:
-        raise ConfigError("--prompt is empty: give some text")
+        raise ConfigError("--prompt has no tokens: give some text")
     if prompt_file is not None:
         try:
             prompt = prompt_file.read_text(encoding="utf-8")
@@ -55,7 +55,6 @@ def command(
             raise ConfigError(f"--prompt-file {prompt_file}: {error}") from error
     assert prompt is not None
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    running.say(f"loading {model}")
     loaded = running.load(model, device)
     tokenizer = loaded.tokenizer
     ids = (

@@ -125,6 +125,8 @@ def load(model: str, device: str = "cpu") -> model_zoo.LoadedModel:
             f"--model {model!r} is neither a folder nor a known name; known names: "
             f"{', '.join(known)}"
         )
+    if model in known or (Path(model) / "config.json").is_file():
+        say(f"loading {model}")
     return model_zoo.load(model, device=device)
 
 

@@ -177,7 +177,7 @@ def test_list_names_every_cell(capsys):
             assert (name, cache, "sdpa") in listed
         assert {("llama", cache, "flex"), ("gemma2", cache, "flex")} <= listed
     static = {name for name, cache, _ in listed if cache == "static"}
-    assert static == {"llama", "qwen3", "mistral", "gemma2", "gpt2"}
+    assert static == {"deepseek_v3", "llama", "qwen3", "mistral", "gemma2", "gpt2"}
     code, out, _ = run(capsys, "--list", "--only", "GPT-NeoX,t5", "--cache", "tiered")
     assert out.splitlines() == ["gpt_neox: sdpa tiered, eager tiered", "t5: sdpa tiered"]
 
