@@ -452,3 +452,30 @@ def test_padded_prompts_of_transformers(counted: Counted) -> None:
     assert {"causal in a window of 8 and padding"} == {site.mask for site in sites}
     assert counted.runs == 5
     assert counted.plain == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64])
+def test_differences_that_wrap(dtype: torch.dtype) -> None:
+    """Of captured numbers a difference is compared as it is, wrapped or not."""
+    scale = {torch.int8: 1, torch.int32: 2**24, torch.int64: 2**56}[dtype]
+    table = torch.tensor([100, -100, 50, -80, 90, 3, -128, 127, 5, -5]).to(dtype) * scale
+    _same_as_uncompiled(lambda b, h, i, j: (table[i] - table[j] < 10 * scale) | (i == j))
+
+
+def test_a_window_of_any_number() -> None:
+    wide = torch.tensor(2**63 - 1)
+    _same_as_uncompiled(lambda b, h, i, j: (i >= j) & (i - j < wide))
+    _same_as_uncompiled(lambda b, h, i, j: (i >= j) & (i - j <= 2**63 - 1))
+
+
+def _same_as_uncompiled(mask_mod: Any) -> None:
+    def step(q: Tensor, pk: Tensor, pv: Tensor, mask: Any) -> tuple[Tensor, ...]:
+        keys, values = torch.cat((pk, q * 2), 2), torch.cat((pv, q + 1), 2)
+        return flex_attention(q, keys, values, block_mask=mask), keys, values
+
+    torch._dynamo.reset()
+    mask = create_block_mask(mask_mod, None, None, 9, 9, device="cpu", BLOCK_SIZE=16)
+    compiled = torch.compile(step, backend=kvpass.backend, options={"inner": "eager"})
+    q, past = torch.randn(1, 2, 9, 16), torch.zeros(1, 2, 0, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(q, past, past, mask)[0], step(q, past, past, mask)[0])

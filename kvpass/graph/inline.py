@@ -18,6 +18,7 @@ from torch import fx
 
 from kvpass.graph.pointwise import from_product
 from kvpass.graph.walk import (
+    LARGEST,
     NotMatched,
     describe,
     is_cast,
@@ -184,7 +185,7 @@ class Inliner:
             if _distance(right) is not None and _distance(left) is None:
                 left, right, name = right, left, _TURNED[name]
             pair = _distance(left)
-            if pair is not None and _is_integer(right):
+            if pair is not None and _is_small(right):
                 # i - j < w is i < w + j, whose two sides are positions.
                 return self.call(
                     _COMPARISONS[name], pair[0], self.call(operator.add, pair[1], right)
@@ -269,9 +270,33 @@ def _is_integer(item: Any) -> bool:
 
 
 def _distance(item: Any) -> tuple[Any, Any] | None:
-    """``a`` and ``b`` of ``a - b``, if both are integer tensors."""
+    """``a`` and ``b`` of ``a - b``, if both are positions, so that nothing wraps."""
     if not isinstance(item, fx.Node) or op_name(item) != "sub" or item.kwargs:
         return None
-    if len(item.args) != 2 or any(tensor_of(arg) is None for arg in item.args):
-        return None
-    return item.args if all(map(_is_integer, item.args)) else None
+    return item.args if len(item.args) == 2 and all(map(_is_position, item.args)) else None
+
+
+def _is_position(item: Any) -> bool:
+    """Whether an item is one of the four positions, or moved by a number."""
+    tensor = tensor_of(item)
+    if not isinstance(item, fx.Node) or tensor is None or tensor.dtype != torch.int64:
+        return False
+    name = op_name(item)
+    if name == "getitem":
+        return op_name(item.args[0]) == "arange"
+    if name not in ("add", "sub") or item.kwargs or len(item.args) != 2:
+        return False
+    left, right = item.args
+    if name == "add" and not _is_position(left):
+        left, right = right, left
+    amount = tensor_of(right)
+    moved = _is_small(right) or (amount is not None and amount.dim() == 0 and _is_integer(right))
+    return _is_position(left) and moved
+
+
+def _is_small(item: Any) -> bool:
+    """Whether an item is a whole number that cannot make a position wrap."""
+    value = value_of(item) if isinstance(item, fx.Node) else item
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, torch.SymInt) or (isinstance(value, int) and abs(value) < LARGEST)

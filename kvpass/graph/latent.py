@@ -8,6 +8,7 @@ anew of all of them at every step, where ``[Wk; Wv]`` of each head are the rows 
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 from torch import fx
@@ -110,14 +111,16 @@ def _assembled(
     filled: list[tuple[int, int, fx.Node]] = []
     between: list[fx.Node] = []
     for user in keys.users:
-        if user not in live or op_name(user) != "getitem":
+        assigns = user.target is operator.setitem
+        if user not in live or not (assigns or op_name(user) == "getitem"):
             continue
         place = _last_slice(user.args[1], width)
-        copies = [later for later in user.users if later in live]
+        copies = [user] if assigns else [later for later in user.users if later in live]
         if place is None or len(copies) != 1:
             return None
-        source = _copied(copies[0], user)
-        if source is None or not same_shape(shape_of(source) or (), shape_of(user) or ()):
+        source = user.args[2] if assigns else _copied(copies[0], user)
+        part = (*(shape_of(keys) or ())[:3], place[1] - place[0])
+        if not isinstance(source, fx.Node) or not same_shape(shape_of(source) or (), part):
             return None
         before, after = tensor_of(source), tensor_of(keys)
         if before is None or after is None or before.dtype != after.dtype:
@@ -125,7 +128,7 @@ def _assembled(
         if any(reader in live for reader in copies[0].users):
             return None
         filled.append((*place, source))
-        between += [user, copies[0]]
+        between += dict.fromkeys((user, copies[0]))
     filled.sort(key=lambda item: item[:2])
     writes = {node for node in between if mutates(node)}
     if len(filled) != 2 or writes_to(keys) != writes:
@@ -159,9 +162,10 @@ def _last_slice(index: object, width: object) -> tuple[int, int] | None:
     if not whole or not isinstance(last, slice) or last.step not in (None, 1):
         return None
     start, stop = last.start or 0, width if last.stop is None else last.stop
-    if not isinstance(start, int) or not isinstance(stop, int) or not 0 <= start < stop <= width:
+    if not isinstance(start, int) or not isinstance(stop, int):
         return None
-    return start, stop
+    start, stop = (place + width if place < 0 else place for place in (start, stop))
+    return (start, stop) if 0 <= start < stop <= width else None
 
 
 def _shared_by_heads(node: fx.Node, heads: object, between: list[fx.Node]) -> fx.Node | None:

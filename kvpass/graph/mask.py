@@ -31,8 +31,10 @@ from kvpass.graph.values import (
     same_chunk,
 )
 from kvpass.graph.walk import (
+    LARGEST,
     Size,
     bind,
+    fits,
     fixed,
     inserted_axes,
     is_cast,
@@ -185,7 +187,8 @@ class MaskReader:
         if tensor is None or before is None or tensor.shape != before.shape:
             return None
         if isinstance(value, (Index, Floor)) and tensor.dtype in (torch.int64, torch.int32):
-            return value
+            offset = value.offset if isinstance(value, Index) else value.index.offset
+            return value if not isinstance(offset, int) or fits(offset, tensor) else None
         if isinstance(value, Keep) and (before.dtype == torch.bool or tensor.dtype == torch.bool):
             return value
         if isinstance(value, (Const, Bias)) and tensor.dtype == before.dtype:
@@ -210,6 +213,8 @@ class MaskReader:
         offset = scalar_of(start)
         if offset is None or step != 1:
             return None
+        if isinstance(offset, int) and not fits(offset, tensor):
+            return None
         return Index(-1, offset, tensor.shape[0])
 
     def _shift(self, node: fx.Node) -> Value | None:
@@ -232,6 +237,8 @@ class MaskReader:
         """A number that is added to an index: known, a size, or in a tensor of one element."""
         known = scalar_of(item)
         tensor = tensor_of(item)
+        if isinstance(known, int) and not fits(known, tensor_of(at)):
+            return None
         if known is not None or tensor is None:
             return known
         value = self.value(item)
@@ -330,7 +337,8 @@ class MaskReader:
     def _index(self, item: object) -> Index | None:
         number = scalar_of(item)
         if number is not None:
-            return Index(None, number, 1)
+            small = not isinstance(number, int) or abs(number) < LARGEST
+            return Index(None, number, 1) if small else None
         value = self.value(item)
         return value if isinstance(value, Index) else None
 

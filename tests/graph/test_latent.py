@@ -52,6 +52,14 @@ def by_copies_in_the_other_order(c: Tensor, r: Tensor, weight: Tensor) -> tuple[
     return keys, values
 
 
+def by_assignment(c: Tensor, r: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    kv = project(c, weight)
+    keys = kv.new_empty(*kv.shape[:-1], NOPE + ROTARY)
+    keys[..., :NOPE] = kv[..., :-VALUES]
+    keys[..., NOPE:] = r.expand(-1, H, -1, -1)
+    return keys, kv[..., -VALUES:]
+
+
 def sdpa(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     mask = torch.ones(q.shape[2], keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - q.shape[2])
     return F.scaled_dot_product_attention(q, keys, values, mask)
@@ -92,7 +100,7 @@ def found(make: Make, attention: Callable[..., Tensor] = sdpa) -> FindResult:
 
 
 @pytest.mark.parametrize("attention", [sdpa, eager])
-@pytest.mark.parametrize("make", [by_cat, by_copies, by_copies_in_the_other_order])
+@pytest.mark.parametrize("make", [by_cat, by_copies, by_copies_in_the_other_order, by_assignment])
 def test_latents_are_read(make: Make, attention: Callable[..., Tensor]) -> None:
     result = found(make, attention)
     assert result.refusals == []

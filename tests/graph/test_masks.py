@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import kvpass
 from kvpass.graph.site import AttentionSite, FindResult
 from tests.graph.recorder import Recorder, find
 
@@ -671,3 +672,37 @@ def _key_lengths(recorder: Recorder) -> list[object]:
         for found in recorder.found
         for site in found.sites
     ]
+
+
+def _wraps(q: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+    past = keys - q.shape[2]
+    return torch.arange(q.shape[2])[:, None] + past, torch.arange(keys)[None]
+
+
+WRAPPING = {
+    "int64 sum": lambda i, j: (j <= i) & (j + (2**63 - 1) > i),
+    "int32 sum": lambda i, j: (j <= i) & (j.int() + (2**31 - 1) > i.int()),
+    "int32 cast": lambda i, j: (j <= i) & ((j + 2**35).int() > i.int()),
+    "a window of all": lambda i, j: (j <= i) & (j >= i - (2**63 - 1)),
+    "a window of many": lambda i, j: (j <= i) & (j >= i - (2**31 - 1)),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPING)
+def test_numbers_that_wrap_are_not_computed_with(name: str) -> None:
+    """As torch computes them, at every step of a cache."""
+
+    def step(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> tuple[Tensor, ...]:
+        keys, values = torch.cat((pk, k), 2), torch.cat((pv, v), 2)
+        mask = WRAPPING[name](*_wraps(q, keys.shape[2]))
+        return F.scaled_dot_product_attention(q, keys, values, mask), keys, values
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend=kvpass.backend, options={"inner": "eager"})
+    plain = kept = (torch.zeros(1, 2, 0, 16),) * 2
+    with torch.no_grad():
+        for n in (9, 3, 1, 1):
+            x = torch.randn(1, 2, n, 16)
+            expected, *plain = step(x, x * 2, x + 1, *plain)
+            got, *kept = compiled(x, x * 2, x + 1, *kept)
+            torch.testing.assert_close(got, expected)
