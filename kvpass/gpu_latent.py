@@ -17,10 +17,10 @@ from torch import Tensor
 
 import triton_ops
 
-EXPANDED_QUERIES = 512
-"""New tokens from which on their keys and values are made. On an H200 absorbed attention is 1.3 to
-1.9 times as fast as making keys and values at 128 queries, and half to 0.7 times at 512 (medians of
-benchmarks/results/latent-gpu-2026-11-30.json)."""
+EXPANDED_QUERIES = 2048
+"""New tokens from which on their keys and values are made. On an H200 absorbed attention alone is
+1.3 to 1.9 times as fast as making all keys and values at 128 queries, and 0.5 to 0.7 times at 512
+(benchmarks/results/latent-gpu-2026-11-30.json); the cost of two parts is made up for at 2,048."""
 _MAX_HEAD_DIM = 256
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from kvpass.graph.pointwise import from_product
+from kvpass.graph.values import LARGEST
 from kvpass.graph.walk import (
-    LARGEST,
     NotMatched,
     describe,
     is_cast,

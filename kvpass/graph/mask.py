@@ -18,6 +18,7 @@ from torch import fx
 
 from kvpass.graph.entry import EntryValues
 from kvpass.graph.values import (
+    LARGEST,
     Bias,
     Bound,
     Const,
@@ -27,14 +28,13 @@ from kvpass.graph.values import (
     Pad,
     Value,
     below,
+    fits,
     move,
     same_chunk,
 )
 from kvpass.graph.walk import (
-    LARGEST,
     Size,
     bind,
-    fits,
     fixed,
     inserted_axes,
     is_cast,

@@ -9,9 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 
 from kvpass.graph.walk import Size, same
+
+LARGEST = 1 << 40
+"""Numbers below it may be added to positions, which are far smaller, and never wrap in int64."""
+
+
+def fits(number: int, tensor: torch.Tensor | None) -> bool:
+    """Whether positions plus a number cannot wrap in the dtype of an integer tensor."""
+    wide = tensor is not None and tensor.dtype == torch.int64
+    return abs(number) < (LARGEST if wide else 1 << 29)
 
 
 @dataclass(frozen=True)

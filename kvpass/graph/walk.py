@@ -209,16 +209,6 @@ def proven(condition: Any) -> bool:
     return bool(statically_known_true(condition))
 
 
-LARGEST = 1 << 40
-"""Numbers below it may be added to positions, which are far smaller, and never wrap in int64."""
-
-
-def fits(number: int, tensor: torch.Tensor | None) -> bool:
-    """Whether positions plus a number cannot wrap in the dtype of an integer tensor."""
-    wide = tensor is not None and tensor.dtype == torch.int64
-    return abs(number) < (LARGEST if wide else 1 << 29)
-
-
 def same(a: Size, b: Size) -> bool:
     """Whether two sizes are proven equal."""
     return proven(a == b) or fixed(a - b) == 0
