@@ -301,16 +301,16 @@ def _explain(error: ValidationError, given: Mapping[str, Written]) -> Iterator[s
 
 def _in_words(kind: str, context: Mapping[str, Any]) -> str | None:
     """What to write instead, of the faults that pydantic itself finds."""
-    if kind == "literal_error":
-        return f"write one of {context['expected']}"
-    for name, limit in (
-        ("greater_than_equal", "at least {ge}"),
-        ("greater_than", "more than {gt}"),
-        ("less_than_equal", "at most {le}"),
-    ):
-        if kind == name:
-            return f"write {limit.format(**context)}"
-    return None
+    words = _WORDS.get(kind)
+    return None if words is None else words.format(**context)
+
+
+_WORDS = {
+    "literal_error": "write one of {expected}",
+    "greater_than_equal": "write at least {ge}",
+    "greater_than": "write more than {gt}",
+    "less_than_equal": "write at most {le}",
+}
 
 
 def _from_file(path: Path) -> dict[str, Written]:

@@ -73,8 +73,9 @@ def attend_latent(
     queries, nope, rotary = q.shape[2], key_weight.shape[1], v_new.shape[3]
     query = torch.cat((q[..., :nope] @ key_weight, q[..., nope:]), -1)
     plain = causal and kv_mask is None and bias is None and not softcap and not window
-    fits = max(nope + rotary, value_weight.shape[1]) <= _MAX_HEAD_DIM and _has_flash(q)
-    if queries >= EXPANDED_QUERIES and plain and fits:
+    fits = max(nope + rotary, value_weight.shape[1]) <= _MAX_HEAD_DIM
+    # The device is asked last: a decode step never gets there.
+    if queries >= EXPANDED_QUERIES and plain and fits and _has_flash(q):
         return _in_two_parts(
             q, query, key_weight, value_weight, k_new, v_new, rows, tables, block_size, scale
         )

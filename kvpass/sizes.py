@@ -80,8 +80,7 @@ def _parse_text(text: str) -> int:
     if not unit:
         raise _bad(text, "the unit is missing")
     if unit not in _UNITS:
-        known = {unit + "ib": f", did you mean {unit.upper()}iB?", unit + "b": ""}
-        hint = next((text for name, text in known.items() if name in _UNITS), "")
+        hint = f", did you mean {unit.upper()}iB?" if f"{unit}ib" in _BINARY else ""
         raise _bad(text, f"unknown unit {unit!r}{hint}")
     size = int(Fraction(number.rstrip(".")) * _UNITS[unit])
     return -size if sign == "-" else size

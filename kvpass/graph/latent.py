@@ -81,9 +81,7 @@ def read_latent(keys: fx.Node, values: fx.Node, live: set[fx.Node]) -> Latent | 
     return Latent(latents, rotary, weight, heads, stop, tuple(dict.fromkeys(nodes)))
 
 
-def _joined(
-    keys: fx.Node, live: set[fx.Node]
-) -> tuple[fx.Node, fx.Node, list[fx.Node]] | None:  # fmt: skip
+def _joined(keys: fx.Node, live: set[fx.Node]) -> tuple[fx.Node, fx.Node, list[fx.Node]] | None:
     """The two parts that keys are made of along the last axis, and the nodes that join them."""
     shape = shape_of(keys)
     if shape is None or len(shape) != 4:
@@ -103,9 +101,7 @@ def _joined(
     return None
 
 
-def _assembled(
-    keys: fx.Node, live: set[fx.Node]
-) -> tuple[fx.Node, fx.Node, list[fx.Node]] | None:  # fmt: skip
+def _assembled(keys: fx.Node, live: set[fx.Node]) -> tuple[fx.Node, fx.Node, list[fx.Node]] | None:
     """Parts that are copied into a tensor made for them, which they fill."""
     width = (shape_of(keys) or (0,))[-1]
     filled: list[tuple[int, int, fx.Node]] = []

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cache
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpass.config import Config
-from kvpass.errors import CacheStateError, KVPassWarning
+from kvpass.errors import CacheStateError
 from kvpass.graph.plan import Plan, TieredGroup
 from kvpass.runtime import directory
 from kvpass.runtime.content import Lease
@@ -22,6 +21,7 @@ from kvpass.runtime.manager import Manager
 from kvpass.step.buffers import BufferGroup, with_memory
 from kvpass.step.functional import FunctionalGroup, check_mask, geometry_of
 from kvpass.step.sizes import CallSizes, NotCounted, has_grown, known_number
+from kvpass.warn import warn_user
 
 
 class RewrittenGraph:
@@ -128,10 +128,8 @@ class RewrittenGraph:
 @cache
 def _warn_of_tables() -> None:
     """Once a process: such a call cannot be rewritten, and is slow."""
-    warnings.warn(
+    warn_user(
         "kvpass: the blocks that a BlockMask of flex_attention lists are not those that its "
         "mask_mod shows: the attention runs uncompiled, which follows the mask_mod; make the "
-        "BlockMask with create_block_mask from the same mask_mod, captured tensors and sizes",
-        KVPassWarning,
-        stacklevel=2,
+        "BlockMask with create_block_mask from the same mask_mod, captured tensors and sizes"
     )
