@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -31,6 +33,18 @@ def pytest_xdist_auto_num_workers() -> int:
     """A worker for each core, as long as each may have 3 GiB; six fit a GPU too."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min(len(os.sched_getaffinity(0)), memory // (3 << 30), 6))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_compiled_code() -> Iterator[None]:
+    """Graphs of a finished module are dropped, and what stays is not searched for garbage again.
+
+    A worker's heap grows to millions of objects; a full collection of it takes seconds.
+    """
+    yield
+    torch._dynamo.reset()
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

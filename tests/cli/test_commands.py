@@ -30,7 +30,9 @@ def test_demo_shows_identical_tokens_and_moves(capsys):
 
 @pytest.mark.checkpoint
 def test_explain_says_what_is_rewritten(capsys):
-    code, out, _ = run(capsys, "explain", "--model", "smollm2-135m", "--json")
+    code, out, _ = run(
+        capsys, "explain", "--model", "smollm2-135m", "--json", "--inner", "aot_eager"
+    )
     assert code == 0
     (result,) = json.loads(out)
     assert (result["sites"], result["rewritten"]) == (30, 30)
