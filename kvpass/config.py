@@ -164,8 +164,36 @@ class MemoryConfig(BaseModel):
     heat_interval: Integer = Field(
         64, ge=1, description="Decode steps between two readings of the heat counters, a window."
     )
+    page_size: SizeOrAuto = Field(
+        2 << 20, description="Slab by which the hot arena grows and shrinks."
+    )
+    resident_ratio: Number = Field(
+        0.2, ge=0, le=1, description="Share of a sequence that stays in the hot arena."
+    )
+    hot_zone_ratio: Number = Field(
+        0.6,
+        gt=0,
+        lt=1,
+        description="Protected share of the hot arena; the rest is probation for new blocks.",
+    )
     poison: Boolean = Field(
         False, description="Fill freed slots with a pattern, so that a stale read shows."
+    )
+
+
+class FairnessConfig(BaseModel):
+    """Options of the shares that sequences have of hot blocks and of the link."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    qos: Number = Field(
+        0.5, ge=0, le=1, description="Service quality of a cache's sequences, 0 to 1."
+    )
+    latency_weight: Number = Field(
+        0.7, ge=0, le=1, description="Weight of service quality over latency in a share."
+    )
+    token_weight: Number = Field(
+        0.3, ge=0, le=1, description="Weight of tokens over the blocks held in a share."
     )
 
 
@@ -184,6 +212,7 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
+    fairness: FairnessConfig = Field(default_factory=FairnessConfig)
     inner: Inner = Field(
         "auto",
         description="Compiler of the rest of the graph: inductor, aot_eager, eager, or auto "
@@ -191,7 +220,7 @@ class Config(BaseModel):
     )
 
     def __init__(self, **options: Any) -> None:
-        nested: dict[str, Any] = {"memory": {}}
+        nested: dict[str, Any] = {group: {} for group in GROUPS}
         given = _flatten(options)
         for key, written in given.items():
             group, _, name = key.rpartition(".")
@@ -228,11 +257,18 @@ class Config(BaseModel):
 
     def flat(self) -> dict[str, Any]:
         """Return ``{"memory.hot": value, ...}`` of every option."""
-        values = self.memory.model_dump()
-        return {f"memory.{name}": value for name, value in values.items()} | {"inner": self.inner}
+        return {
+            f"{group}.{name}": value
+            for group in GROUPS
+            for name, value in getattr(self, group).model_dump().items()
+        } | {"inner": self.inner}
 
 
-OPTIONS: tuple[str, ...] = (*(f"memory.{name}" for name in MemoryConfig.model_fields), "inner")
+GROUPS: dict[str, type[BaseModel]] = {"memory": MemoryConfig, "fairness": FairnessConfig}
+OPTIONS: tuple[str, ...] = (
+    *(f"{group}.{name}" for group, model in GROUPS.items() for name in model.model_fields),
+    "inner",
+)
 # hot -> memory.hot, memory.hot -> memory.hot; the short names are unique.
 _SHORT = {option.rpartition(".")[2]: option for option in OPTIONS}
 _NAMES = _SHORT | {option: option for option in OPTIONS}
@@ -263,14 +299,17 @@ def _assignment(written: Written) -> str:
 
 def _walk(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in options.items():
-        if name != "memory":
+        if name not in GROUPS:
             yield str(name), value
-        elif isinstance(value, MemoryConfig):
-            yield from ((f"memory.{key}", item) for key, item in value.model_dump().items())
+        elif isinstance(value, GROUPS[name]):
+            yield from ((f"{name}.{key}", item) for key, item in value.model_dump().items())
         elif isinstance(value, Mapping):
-            yield from ((f"memory.{key}", item) for key, item in value.items())
+            yield from ((f"{name}.{key}", item) for key, item in value.items())
         else:
-            raise ConfigError(f"memory = {value!r}: write options below it, as {{'hot': '64MiB'}}")
+            example = next(iter(GROUPS[name].model_fields))
+            raise ConfigError(
+                f"{name} = {value!r}: write options below it, as {{{example!r}: ...}}"
+            )
 
 
 def _given(overrides: Mapping[str, Any]) -> dict[str, Written]:
