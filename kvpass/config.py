@@ -81,6 +81,13 @@ def _number(value: object) -> float:
     return number
 
 
+def _size(value: object) -> int:
+    try:
+        return parse_size(value)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
 def _size_or_auto(value: object) -> int | str:
     if isinstance(value, str) and value.strip().lower() == "auto":
         return "auto"
@@ -125,6 +132,7 @@ Boolean = Annotated[bool, BeforeValidator(_boolean)]
 Integer = Annotated[int, BeforeValidator(_integer)]
 Number = Annotated[float, BeforeValidator(_number)]
 BlockSize = Annotated[int, BeforeValidator(lambda value: _multiple_of_32(_integer(value)))]
+Size = Annotated[int, BeforeValidator(_size)]
 SizeOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_size_or_auto)]
 Directory = Annotated[Path | None, BeforeValidator(_writable_directory)]
 Inner = Annotated[Literal["auto", "inductor", "aot_eager", "eager"], BeforeValidator(_word)]
@@ -164,36 +172,9 @@ class MemoryConfig(BaseModel):
     heat_interval: Integer = Field(
         64, ge=1, description="Decode steps between two readings of the heat counters, a window."
     )
-    page_size: SizeOrAuto = Field(
-        2 << 20, description="Slab by which the hot arena grows and shrinks."
-    )
-    resident_ratio: Number = Field(
-        0.2, ge=0, le=1, description="Share of a sequence that stays in the hot arena."
-    )
-    hot_zone_ratio: Number = Field(
-        0.6,
-        gt=0,
-        lt=1,
-        description="Protected share of the hot arena; the rest is probation for new blocks.",
-    )
+    page_size: Size = Field(2 << 20, description="Slab by which the hot arena grows and shrinks.")
     poison: Boolean = Field(
         False, description="Fill freed slots with a pattern, so that a stale read shows."
-    )
-
-
-class FairnessConfig(BaseModel):
-    """Options of the shares that sequences have of hot blocks and of the link."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    qos: Number = Field(
-        0.5, ge=0, le=1, description="Service quality of a cache's sequences, 0 to 1."
-    )
-    latency_weight: Number = Field(
-        0.7, ge=0, le=1, description="Weight of service quality over latency in a share."
-    )
-    token_weight: Number = Field(
-        0.3, ge=0, le=1, description="Weight of tokens over the blocks held in a share."
     )
 
 
@@ -212,7 +193,6 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
-    fairness: FairnessConfig = Field(default_factory=FairnessConfig)
     inner: Inner = Field(
         "auto",
         description="Compiler of the rest of the graph: inductor, aot_eager, eager, or auto "
@@ -264,7 +244,7 @@ class Config(BaseModel):
         } | {"inner": self.inner}
 
 
-GROUPS: dict[str, type[BaseModel]] = {"memory": MemoryConfig, "fairness": FairnessConfig}
+GROUPS: dict[str, type[BaseModel]] = {"memory": MemoryConfig}
 OPTIONS: tuple[str, ...] = (
     *(f"{group}.{name}" for group, model in GROUPS.items() for name in model.model_fields),
     "inner",

@@ -10,13 +10,34 @@ does not own or run on, so it may say so.
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
-from typing import Any
 
 import torch
 
 THREAD_LOCAL = 1
 """CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: captures of other threads are ignored, not our own."""
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _exchange(mode: int) -> int:
+    """Set how captures concern the calling thread; returns what was set before."""
+    old = ctypes.c_int(mode)
+    error = _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(old))
+    if error:
+        raise RuntimeError(f"cuThreadExchangeStreamCaptureMode failed with CUDA error {error}")
+    return old.value
+
+
+def ignore_captures(device: torch.device) -> None:
+    """From now on captures of other threads do not concern the calling one, nor it them."""
+    if device.type == "cuda" and torch.version.hip is None:
+        torch.cuda.set_device(device)  # a context, which the driver's call needs
+        _exchange(THREAD_LOCAL)
 
 
 class HostLock:
@@ -25,23 +46,14 @@ class HostLock:
     def __init__(self, device: torch.device) -> None:
         self._lock = threading.RLock()
         self._modes: list[int] = []
-        self._exchange: Any = None
-        if device.type == "cuda" and torch.version.hip is None:
-            self._exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
-
-    def _swap(self, mode: int) -> int:
-        old = ctypes.c_int(mode)
-        error = self._exchange(ctypes.byref(old))
-        if error:
-            raise RuntimeError(f"cuThreadExchangeStreamCaptureMode failed with CUDA error {error}")
-        return old.value
+        self._captures = device.type == "cuda" and torch.version.hip is None
 
     def __enter__(self) -> HostLock:
         """Lock, then ignore captures of other threads."""
         self._lock.acquire()
-        if self._exchange is not None:
+        if self._captures:
             try:
-                self._modes.append(self._swap(THREAD_LOCAL))
+                self._modes.append(_exchange(THREAD_LOCAL))
             except BaseException:
                 self._lock.release()
                 raise
@@ -50,7 +62,7 @@ class HostLock:
     def __exit__(self, *_: object) -> None:
         """Restore the mode of this thread, then unlock."""
         try:
-            if self._exchange is not None:
-                self._swap(self._modes.pop())
+            if self._captures:
+                _exchange(self._modes.pop())
         finally:
             self._lock.release()

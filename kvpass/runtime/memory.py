@@ -17,7 +17,7 @@ from kvpass.runtime.geometry import SLOT_ALIGNMENT
 from kvpass.sizes import format_size
 
 SLAB_BYTES = 64 << 20
-"""Largest slab; a power of two, because torch rounds pinned allocations up to one."""
+"""Slab of the cold tier; a power of two, because torch rounds pinned allocations up to one."""
 
 
 class MemorySource(Protocol):
@@ -43,8 +43,10 @@ class DeviceMemory:
 
     def slab(self, size: int) -> torch.Tensor:
         """See :class:`MemorySource`."""
+        # CUDA allocations are aligned already; the odd bytes would spoil their packing.
+        extra = 0 if self.device.type == "cuda" else SLOT_ALIGNMENT
         try:
-            raw = torch.empty(size + SLOT_ALIGNMENT, dtype=torch.uint8, device=self.device)
+            raw = torch.empty(size + extra, dtype=torch.uint8, device=self.device)
         except RuntimeError as error:  # torch.OutOfMemoryError is one; a CPU raises plain ones
             raise OutOfMemoryError(
                 f"no {format_size(size)} of {self.name} left on {self.device}: "

@@ -1,24 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The copy engines: blocks move beside compute, by a worker thread on a CPU, a stream on a GPU.
+"""The copy engine: one consumer moves blocks beside compute, on a CPU itself, on a GPU by streams.
 
 A copy never changes what a reader sees: the manager publishes the new address only after the copy
-is done, between two steps of the sequences that own the block.
+is done, between two steps of the sequences that own the block. Neighbours in both tiers are copied
+as one piece, because small copies are bound by their launch (8 us) and not by the link.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+import time
 import weakref
+from collections.abc import Hashable
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 
+from kvpass.runtime.capture import ignore_captures
 from kvpass.runtime.pool import Slot
+from kvpass.runtime.queueing import FairQueue
 
 QUEUE_LIMIT = 512
 """Copies in flight at most; more are tried again after the next step."""
+
+PIECE_BYTES = 16 << 20
+"""Neighbours are copied together up to this size: a larger piece would hold up other flows."""
+
+LAUNCHED_BYTES = 32 << 20
+"""Bytes handed to a stream ahead of the link: what is launched can not be overtaken."""
+
+Kind = Literal["store", "load"]
+
+
+class Cancelled(Exception):
+    """The copy was called off before it began."""
 
 
 class Move:
@@ -28,55 +45,84 @@ class Move:
         kind: ``store`` (hot to cold) or ``load`` (cold to hot).
         block: the block whose bytes move.
         after: CUDA events that must have passed before the copy starts.
+        flow: whose move it is, for fair shares of the link.
+        weight: share of the flow.
         error: what went wrong in the copy, or None.
+        seconds: how long the copy took; its part of a piece, by bytes.
     """
 
-    __slots__ = ("_done", "after", "block", "error", "event", "kind", "source", "target")
+    __slots__ = (
+        "_cancelled", "_launched", "after", "block", "error", "event", "flow", "kind", "seconds",
+        "source", "target", "weight",
+    )  # fmt: skip
 
     def __init__(
         self,
-        kind: Literal["store", "load"],
+        kind: Kind,
         block: Any,
         source: Slot,
         target: Slot,
         after: list[Any],
+        flow: Hashable = None,
+        weight: float = 1.0,
     ) -> None:
-        self.kind = kind
+        self.kind: Kind = kind
         self.block = block
         self.source = source
         self.target = target
         self.after = after
+        self.flow = flow
+        self.weight = weight
         self.error: BaseException | None = None
+        self.seconds = 0.0
         self.event: Any = None
-        self._done = threading.Event()
+        self._cancelled = False
+        self._launched = threading.Event()
+
+    @property
+    def size(self) -> int:
+        """Bytes that are copied."""
+        return self.source.arena.slot_bytes
 
     def done(self) -> bool:
         """Whether the bytes have arrived (or the copy failed)."""
-        return self._done.is_set() if self.event is None else bool(self.event.query())
+        return self._launched.is_set() and (self.event is None or bool(self.event.query()))
 
     def wait(self) -> None:
         """Block the caller until the copy is done."""
-        if self.event is None:
-            self._done.wait()
-        else:
+        self._launched.wait()
+        if self.event is not None:
             self.event.synchronize()
 
+    def cancel(self) -> None:
+        """Call the copy off if it has not begun; it is done soon either way."""
+        self._cancelled = True
+
+    @property
+    def ready(self) -> bool:
+        """Nothing that the copy has to wait for is still running."""
+        return all(e.query() for e in (*self.after, *self.source.fences, *self.target.fences))
+
+    def finish(self, event: Any = None, error: BaseException | None = None) -> None:
+        """Called by the engine: the copy is launched (``event`` follows it), done, or failed."""
+        self.event = event
+        self.error = error
+        self._launched.set()
+
     def run(self) -> None:
-        """Copy now, on the calling thread."""
-        try:
-            # One thread only: a second team of OpenMP threads would stall the one that computes.
-            np.copyto(self.target.raw.numpy(), self.source.raw.numpy())
-        except BaseException as error:  # handed to the manager, which keeps the old copy
-            self.error = error
-        finally:
-            self._done.set()
+        """Copy now, on the calling thread, or find that it was cancelled."""
+        _copy_on_host([self])
 
 
 class Copier(Protocol):
-    """Runs moves in order, beside compute."""
+    """Runs moves beside compute."""
 
     def submit(self, move: Move) -> bool:
         """Queue a move; False when too many are in flight."""
+        ...
+
+    def depth(self) -> int:
+        """Moves that are queued or being copied."""
         ...
 
     def close(self) -> None:
@@ -85,25 +131,32 @@ class Copier(Protocol):
 
 
 class ThreadCopier:
-    """A single worker thread behind a bounded queue; copies release the interpreter lock."""
+    """A bounded queue in front of one consumer thread; copies release the interpreter lock."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
         # Bounded by submit, not here: the end marker, put by a finalizer, must never wait.
-        self._queue: queue.SimpleQueue[Move | None] = queue.SimpleQueue()
+        inbox: queue.SimpleQueue[Move | None] = queue.SimpleQueue()
+        self._consumer = Consumer(inbox, device)
+        self._submitted = 0
         self._thread: threading.Thread | None = None
-        self._finalizer = weakref.finalize(self, self._queue.put, None)
+        self._finalizer = weakref.finalize(self, inbox.put, None)
 
     def submit(self, move: Move) -> bool:
         """See :class:`Copier`."""
-        if self._queue.qsize() >= QUEUE_LIMIT:
+        if self.depth() >= QUEUE_LIMIT:
             return False
         if self._thread is None:
             self._thread = threading.Thread(
-                target=_work, args=(self._queue,), name="kvpass-migrate", daemon=True
+                target=self._consumer.work, name="kvpass-migrate", daemon=True
             )
             self._thread.start()
-        self._queue.put(move)
+        self._submitted += 1
+        self._consumer.inbox.put(move)
         return True
+
+    def depth(self) -> int:
+        """See :class:`Copier`."""
+        return self._submitted - self._consumer.finished
 
     def close(self) -> None:
         """See :class:`Copier`."""
@@ -112,40 +165,207 @@ class ThreadCopier:
             self._thread.join()
 
 
-def _work(moves: queue.SimpleQueue[Move | None]) -> None:
-    while (move := moves.get()) is not None:
-        move.run()
-        del move  # an idle worker must not keep a block alive
+class Consumer:
+    """Takes moves from the inbox, in fair order, and copies them. Used by one thread.
+
+    Attributes:
+        inbox: moves, then None as the end.
+        finished: moves whose bytes have arrived, or that failed.
+    """
+
+    def __init__(self, inbox: queue.SimpleQueue[Move | None], device: torch.device | None) -> None:
+        self.inbox = inbox
+        self.finished = 0
+        self._device = device
+        self._queues: dict[Kind, FairQueue[Move]] = {"store": FairQueue(), "load": FairQueue()}
+        self._lanes: dict[Kind, Lane] = {}
+        self._turn: Kind = "load"
+        self._ended = False
+
+    def work(self) -> None:
+        """Copy until the end marker, then what is left."""
+        if self._device is not None:
+            ignore_captures(self._device)
+            self._lanes = {kind: Lane(self._device) for kind in self._queues}
+        while True:
+            self._receive()
+            piece = self._next_piece()
+            if piece:
+                self._copy(piece)
+                # The frame of an idle consumer must not keep a block alive.
+                del piece
+            elif self._ended:
+                for lane in self._lanes.values():
+                    self.finished += lane.drain()
+                return
+
+    def _receive(self) -> None:
+        """Fetch what is in the inbox; wait for something when there is nothing to do."""
+        for lane in self._lanes.values():
+            self.finished += lane.collect()
+        idle = not self._ended and not any(len(q) for q in self._queues.values())
+        if idle:
+            for lane in self._lanes.values():
+                self.finished += lane.drain()
+        while idle or not self.inbox.empty():
+            move = self.inbox.get()
+            idle = False
+            if move is None:
+                self._ended = True
+                return
+            self._queues[move.kind].push(move, move.flow, move.size, move.weight)
+
+    def _next_piece(self) -> list[Move]:
+        """Moves of one flow that are neighbours in both tiers; the directions take turns."""
+        self._turn = "store" if self._turn == "load" else "load"
+        for kind in (self._turn, "load" if self._turn == "store" else "store"):
+            waiting = self._queues[kind]
+            head = next((move for move in waiting.heads() if move.ready), None)
+            head = head or next(waiting.heads(), None)
+            if head is not None:
+                piece = _neighbours(head, waiting)
+                waiting.take(head.flow, piece)
+                return piece
+        return []
+
+    def _copy(self, piece: list[Move]) -> None:
+        if not self._lanes:
+            _copy_on_host(piece)
+            self.finished += len(piece)
+            return
+        lane = self._lanes[piece[0].kind]
+        self.finished += lane.make_room(sum(move.size for move in piece))
+        self.finished += lane.launch(piece)
 
 
-class StreamCopier:
-    """A side stream of a GPU; ordered against readers and writers by events only."""
+def _neighbours(head: Move, waiting: FairQueue[Move]) -> list[Move]:
+    """The longest run around ``head`` of moves whose slots adjoin in both tiers."""
+    shift = head.target.index - head.source.index
+    alike = {
+        move.source.index: move
+        for move in waiting.flow(head.flow)
+        if move.source.slab is head.source.slab
+        and move.target.slab is head.target.slab
+        and move.target.index - move.source.index == shift
+        and (move is head or move.ready)
+    }
+    first = last = head.source.index
+    limit = max(1, PIECE_BYTES // head.size)
+    while first - 1 in alike and last - first + 1 < limit:
+        first -= 1
+    while last + 1 in alike and last - first + 1 < limit:
+        last += 1
+    return [alike[i] for i in range(first, last + 1)]
+
+
+def _pieces(moves: list[Move]) -> list[list[Move]]:
+    """Split a run where a move was cancelled; cancelled ones are finished here."""
+    pieces: list[list[Move]] = [[]]
+    for move in moves:
+        if move._cancelled:
+            move.finish(error=Cancelled())
+            pieces.append([])
+        else:
+            pieces[-1].append(move)
+    return [piece for piece in pieces if piece]
+
+
+def _range(slots: list[Slot]) -> torch.Tensor:
+    """The bytes of slots that follow each other in one slab."""
+    if len(slots) == 1:
+        return slots[0].raw
+    size = slots[0].arena.slot_bytes
+    return slots[0].slab.raw[slots[0].index * size : (slots[-1].index + 1) * size]
+
+
+def _copy_on_host(moves: list[Move]) -> None:
+    for piece in _pieces(moves):
+        begin = time.perf_counter()
+        error: BaseException | None = None
+        try:
+            # One thread only: a second team of OpenMP threads would stall the one that computes.
+            np.copyto(
+                _range([move.target for move in piece]).numpy(),
+                _range([move.source for move in piece]).numpy(),
+            )
+        except BaseException as failure:  # handed to the manager, which keeps the old copies
+            error = failure
+        seconds = (time.perf_counter() - begin) / len(piece)
+        for move in piece:
+            move.seconds = seconds
+            move.finish(error=error)
+
+
+class Lane:
+    """One direction of the link: a stream, and what is launched on it."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
-        self._in_flight: list[Move] = []
+        self._launched: list[tuple[list[Move], Any, Any]] = []
 
-    def submit(self, move: Move) -> bool:
-        """See :class:`Copier`."""
-        self._in_flight = [m for m in self._in_flight if not m.done()]
-        if len(self._in_flight) >= QUEUE_LIMIT:
-            return False
-        for event in (*move.after, *move.source.fences, *move.target.fences):
-            self.stream.wait_event(event)
-        with torch.cuda.stream(self.stream):
-            move.target.raw.copy_(move.source.raw, non_blocking=True)
-        move.event = torch.cuda.Event()
-        move.event.record(self.stream)
-        move.target.fences = [move.event]
-        self._in_flight.append(move)
-        return True
+    def launch(self, moves: list[Move]) -> int:
+        """Copy on the stream, after the events that the moves wait for.
 
-    def close(self) -> None:
-        """See :class:`Copier`."""
-        self.stream.synchronize()
-        self._in_flight.clear()
+        Returns:
+            The number of moves that were cancelled or failed: nothing of them is launched.
+        """
+        launched = 0
+        for piece in _pieces(moves):
+            try:
+                waited = {
+                    id(e): e for m in piece for e in (*m.after, *m.source.fences, *m.target.fences)
+                }
+                for event in waited.values():
+                    self.stream.wait_event(event)
+                begin = torch.cuda.Event(enable_timing=True)
+                end = torch.cuda.Event(enable_timing=True)
+                begin.record(self.stream)
+                with torch.cuda.stream(self.stream):
+                    _range([m.target for m in piece]).copy_(
+                        _range([m.source for m in piece]), non_blocking=True
+                    )
+                end.record(self.stream)
+            except BaseException as error:
+                # The stream may hold part of it: wait, so that no slot is reused under a copy.
+                self.stream.synchronize()
+                for move in piece:
+                    move.finish(error=error)
+                continue
+            for move in piece:
+                move.target.fences = [end]
+                move.finish(end)
+            self._launched.append((piece, begin, end))
+            launched += len(piece)
+        return len(moves) - launched
+
+    def collect(self) -> int:
+        """Account for the pieces that have arrived; returns the number of their moves."""
+        arrived = 0
+        while self._launched and self._launched[0][2].query():
+            piece, begin, end = self._launched.pop(0)
+            seconds = begin.elapsed_time(end) / 1e3 / len(piece)
+            for move in piece:
+                move.seconds = seconds
+            arrived += len(piece)
+        return arrived
+
+    def make_room(self, size: int) -> int:
+        """Wait until ``size`` more bytes may be launched; returns the moves that arrived."""
+        arrived = self.collect()
+        while self._launched and (
+            size + sum(m.size for piece, *_ in self._launched for m in piece) > LAUNCHED_BYTES
+        ):
+            self._launched[0][2].synchronize()
+            arrived += self.collect()
+        return arrived
+
+    def drain(self) -> int:
+        """Wait for everything launched; returns the moves that arrived."""
+        if self._launched:
+            self._launched[-1][2].synchronize()
+        return self.collect()
 
 
 def copier_for(device: torch.device) -> Copier:
     """The copy engine that fits a device."""
-    return StreamCopier(device) if device.type == "cuda" else ThreadCopier()
+    return ThreadCopier(device if device.type == "cuda" else None)

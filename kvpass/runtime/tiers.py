@@ -59,6 +59,7 @@ class Tiers:
         self.device = device
         self.poison = memory.poison
         self.threshold = memory.gpu_threshold
+        self.page_size = memory.page_size
         self.hot = Budget(int(hot))
         self.cold = Budget(int(cold))
         self._hot_source: MemorySource = DeviceMemory(device)
@@ -66,6 +67,16 @@ class Tiers:
             PinnedMemory() if device.type == "cuda" else MappedFile(directory)
         )
         self._arenas: dict[int, tuple[Arena, Arena]] = {}
+
+    @property
+    def hot_arenas(self) -> list[Arena]:
+        """Arenas of the hot tier, one a block size."""
+        return [hot for hot, _ in self._arenas.values()]
+
+    @property
+    def cold_arenas(self) -> list[Arena]:
+        """Arenas of the cold tier, one a block size."""
+        return [cold for _, cold in self._arenas.values()]
 
     @property
     def sizes(self) -> list[int]:
@@ -76,7 +87,7 @@ class Tiers:
         size = geometry.block_bytes
         if size not in self._arenas:
             self._arenas[size] = (
-                Arena(self._hot_source, self.hot, size),
+                Arena(self._hot_source, self.hot, size, self.page_size),
                 Arena(self._cold_source, self.cold, size),
             )
         return self._arenas[size]
