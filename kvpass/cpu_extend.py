@@ -158,9 +158,9 @@ class _Tile:
         self.scoring = scoring
         self.q = (q.float() * scoring.factor).reshape(kv_heads, -1, q.shape[2])
         rows = self.q.shape[1]
-        self.top = torch.full((kv_heads, rows, 1), float("-inf"))
-        self.norm = torch.zeros((kv_heads, rows, 1))
-        self.sum = torch.zeros((kv_heads, rows, width))
+        self.top = torch.full((kv_heads, rows, 1), float("-inf"), dtype=torch.float32)
+        self.norm = torch.zeros((kv_heads, rows, 1), dtype=torch.float32)
+        self.sum = torch.zeros((kv_heads, rows, width), dtype=torch.float32)
 
     def visit(self, k: Tensor, v: Tensor, visible: Tensor | None, added: Tensor | None) -> None:
         """Take keys ``[Hkv, t, Dk]`` and values ``[Hkv, t, Dv]`` in."""

@@ -175,3 +175,32 @@ def test_fakes_tell_the_truth():
         arguments = (q, k, v, token, rows, 0, BLOCK, 0.3, True, None, None)
         torch.library.opcheck(torch.ops.kvpass.attend.default, arguments, test_utils=checks)
         assert torch.ops.kvpass.attend(*arguments).shape == (2, 6, 3, 24)
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+def test_the_default_dtype_changes_nothing(default, tokens):
+    """B40: what torch makes without a dtype is no part of the arithmetic."""
+
+    def run():
+        torch.manual_seed(3)
+        driver = Driver()
+        driver.append(90)
+        return driver.append(tokens, driver.random(tokens, 6, 16))
+
+    expected = run()
+    previous = torch.get_default_dtype()
+    numbers = torch.randn
+
+    def float32(*shape, **kwargs):
+        return numbers(*shape, **({"dtype": torch.float32} | kwargs))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "randn", float32)
+        torch.set_default_dtype(default)
+        try:
+            got = run()
+        finally:
+            torch.set_default_dtype(previous)
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other)

@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import kvpass
 from kvpass.graph.report import GraphReport, observed
 from kvpass.step.buffers import BufferGroup
 from kvpass.step.graph import RewrittenGraph
+from kvpass.step.overlap import overlap
 from tests.models import OPTIONS
 
 BATCH, CAPACITY, LAYERS = 2, 100, 2
@@ -393,3 +396,46 @@ def test_keys_and_values_in_one_tensor(counts):
             layer.kv = torch.zeros(2, *Copied.shape(BATCH))
     pair.kind = Copied
     pair.calls(20, 1, 1)
+
+
+def share_layers(model: Any) -> None:
+    for name in "kv":
+        setattr(model.layers[1], name, getattr(model.layers[0], name)[:])
+
+
+def share_rows(model: Any) -> None:
+    """The sequences of one layer's keys begin among those of the other's."""
+    first, second = model.layers[0], model.layers[1]
+    whole = torch.zeros(BATCH + 1, *first.k.shape[1:])
+    whole[:BATCH] = first.k
+    first.k, second.k = whole[:BATCH], whole[1:]
+
+
+def share_keys_and_values(model: Any) -> None:
+    model.layers[0].v = model.layers[0].k[:]
+
+
+@pytest.mark.parametrize("change", [share_layers, share_rows, share_keys_and_values])
+@pytest.mark.parametrize("form", [Copied, Sliced])
+def test_buffers_that_come_to_share_memory_are_read_as_the_model_does(form, change, counts):
+    """Dynamo guards no overlap: the graph made for separate buffers is called with views of one."""
+    pair = Pair(form, counts)
+    pair.calls(20, 1)
+    pair.both(change)
+    pair.calls(1, 3, 1, start=21)
+    assert counts.plain == 2  # the third call is compiled anew, and refused
+
+
+@given(
+    shape=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    moved=st.integers(0, 40),
+    step=st.integers(1, 3),
+)
+def test_overlap_is_an_element_in_common(shape, moved, step):
+    memory = torch.zeros(400)
+    strides = [step * 4**axis for axis in range(len(shape))]
+    one = memory.as_strided(shape, strides, 0)
+    other = memory.as_strided(shape, strides, moved)
+    one.fill_(1)
+    assert overlap([one, other]) == bool(other.any())
+    assert overlap([other, one, one[:0]]) == bool(other.any())

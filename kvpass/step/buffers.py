@@ -22,6 +22,7 @@ from kvpass.runtime.content import Content, Lease
 from kvpass.runtime.handle import KVHandle
 from kvpass.runtime.manager import Manager
 from kvpass.step.functional import FunctionalGroup, dense_of, geometry_of
+from kvpass.step.overlap import overlap
 from kvpass.step.sizes import CallSizes, NotCounted
 
 _mirrors: Any = WeakIdKeyDictionary()
@@ -52,8 +53,17 @@ class BufferGroup(FunctionalGroup):
         """The batch that holds what is in the buffers.
 
         Raises:
-            NotCounted: the new tokens do not follow those in the buffers.
+            NotCounted: the new tokens do not follow those in the buffers, or buffers that were
+                separate when the graph was compiled share memory.
         """
+        dense = {
+            index
+            for site in self.sites
+            for index in (site.past_k, site.past_v)
+            if index is not None and not isinstance(args[index], KVHandle)
+        }
+        if overlap(args[index] for index in dense):
+            raise NotCounted  # a write to one layer would change another's keys
         pairs = [(_content(args, site.past_k), _content(args, site.past_v)) for site in self.sites]
         before = [
             _kept(
