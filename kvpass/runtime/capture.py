@@ -19,6 +19,10 @@ THREAD_LOCAL = 1
 """CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: captures of other threads are ignored, not our own."""
 
 
+def _has_captures(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None
+
+
 @functools.cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
@@ -35,7 +39,7 @@ def _exchange(mode: int) -> int:
 
 def ignore_captures(device: torch.device) -> None:
     """From now on captures of other threads do not concern the calling one, nor it them."""
-    if device.type == "cuda" and torch.version.hip is None:
+    if _has_captures(device):
         torch.cuda.set_device(device)  # a context, which the driver's call needs
         _exchange(THREAD_LOCAL)
 
@@ -46,7 +50,7 @@ class HostLock:
     def __init__(self, device: torch.device) -> None:
         self._lock = threading.RLock()
         self._modes: list[int] = []
-        self._captures = device.type == "cuda" and torch.version.hip is None
+        self._captures = _has_captures(device)
 
     def __enter__(self) -> HostLock:
         """Lock, then ignore captures of other threads."""

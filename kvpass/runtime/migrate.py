@@ -12,7 +12,8 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Hashable
+from collections import deque
+from collections.abc import Iterable
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -20,22 +21,17 @@ import torch
 
 from kvpass.runtime.capture import ignore_captures
 from kvpass.runtime.pool import Slot
-from kvpass.runtime.queueing import FairQueue
 
 QUEUE_LIMIT = 512
 """Copies in flight at most; more are tried again after the next step."""
 
 PIECE_BYTES = 16 << 20
-"""Neighbours are copied together up to this size: a larger piece would hold up other flows."""
+"""Neighbours are copied together up to this size: a larger piece would gain nothing."""
 
 LAUNCHED_BYTES = 32 << 20
-"""Bytes handed to a stream ahead of the link: what is launched can not be overtaken."""
+"""Bytes handed to a stream ahead of the link, so that it never runs dry."""
 
 Kind = Literal["store", "load"]
-
-
-class Cancelled(Exception):
-    """The copy was called off before it began."""
 
 
 class Move:
@@ -45,15 +41,12 @@ class Move:
         kind: ``store`` (hot to cold) or ``load`` (cold to hot).
         block: the block whose bytes move.
         after: CUDA events that must have passed before the copy starts.
-        flow: whose move it is, for fair shares of the link.
-        weight: share of the flow.
         error: what went wrong in the copy, or None.
         seconds: how long the copy took; its part of a piece, by bytes.
     """
 
     __slots__ = (
-        "_cancelled", "_launched", "after", "block", "error", "event", "flow", "kind", "seconds",
-        "source", "target", "weight",
+        "_launched", "after", "block", "error", "event", "kind", "seconds", "source", "target",
     )  # fmt: skip
 
     def __init__(
@@ -63,20 +56,15 @@ class Move:
         source: Slot,
         target: Slot,
         after: list[Any],
-        flow: Hashable = None,
-        weight: float = 1.0,
     ) -> None:
         self.kind: Kind = kind
         self.block = block
         self.source = source
         self.target = target
         self.after = after
-        self.flow = flow
-        self.weight = weight
         self.error: BaseException | None = None
         self.seconds = 0.0
         self.event: Any = None
-        self._cancelled = False
         self._launched = threading.Event()
 
     @property
@@ -94,10 +82,6 @@ class Move:
         if self.event is not None:
             self.event.synchronize()
 
-    def cancel(self) -> None:
-        """Call the copy off if it has not begun; it is done soon either way."""
-        self._cancelled = True
-
     @property
     def ready(self) -> bool:
         """Nothing that the copy has to wait for is still running."""
@@ -110,7 +94,7 @@ class Move:
         self._launched.set()
 
     def run(self) -> None:
-        """Copy now, on the calling thread, or find that it was cancelled."""
+        """Copy now, on the calling thread."""
         _copy_on_host([self])
 
 
@@ -166,7 +150,7 @@ class ThreadCopier:
 
 
 class Consumer:
-    """Takes moves from the inbox, in fair order, and copies them. Used by one thread.
+    """Takes moves from the inbox and copies them, the directions in turns. Used by one thread.
 
     Attributes:
         inbox: moves, then None as the end.
@@ -177,8 +161,8 @@ class Consumer:
         self.inbox = inbox
         self.finished = 0
         self._device = device
-        self._queues: dict[Kind, FairQueue[Move]] = {"store": FairQueue(), "load": FairQueue()}
-        self._lanes: dict[Kind, Lane] = {}
+        self._queues: dict[Kind, deque[Move]] = {"store": deque(), "load": deque()}
+        self._lanes = {kind: Lane(device) for kind in self._queues} if device is not None else {}
         self._turn: Kind = "load"
         self._ended = False
 
@@ -186,7 +170,6 @@ class Consumer:
         """Copy until the end marker, then what is left."""
         if self._device is not None:
             ignore_captures(self._device)
-            self._lanes = {kind: Lane(self._device) for kind in self._queues}
         while True:
             self._receive()
             piece = self._next_piece()
@@ -203,7 +186,7 @@ class Consumer:
         """Fetch what is in the inbox; wait for something when there is nothing to do."""
         for lane in self._lanes.values():
             self.finished += lane.collect()
-        idle = not self._ended and not any(len(q) for q in self._queues.values())
+        idle = not self._ended and not any(self._queues.values())
         if idle:
             for lane in self._lanes.values():
                 self.finished += lane.drain()
@@ -213,18 +196,20 @@ class Consumer:
             if move is None:
                 self._ended = True
                 return
-            self._queues[move.kind].push(move, move.flow, move.size, move.weight)
+            self._queues[move.kind].append(move)
 
     def _next_piece(self) -> list[Move]:
-        """Moves of one flow that are neighbours in both tiers; the directions take turns."""
-        self._turn = "store" if self._turn == "load" else "load"
-        for kind in (self._turn, "load" if self._turn == "store" else "store"):
+        """Moves that are neighbours in both tiers; the directions take turns."""
+        last = self._turn
+        self._turn = "store" if last == "load" else "load"
+        for kind in (self._turn, last):
             waiting = self._queues[kind]
-            head = next((move for move in waiting.heads() if move.ready), None)
-            head = head or next(waiting.heads(), None)
-            if head is not None:
+            if waiting:
+                # One that must wait for a kernel would hold up those behind it on the stream.
+                head = next((move for move in waiting if move.ready), waiting[0])
                 piece = _neighbours(head, waiting)
-                waiting.take(head.flow, piece)
+                taken = set(piece)
+                self._queues[kind] = deque(move for move in waiting if move not in taken)
                 return piece
         return []
 
@@ -235,15 +220,16 @@ class Consumer:
             return
         lane = self._lanes[piece[0].kind]
         self.finished += lane.make_room(sum(move.size for move in piece))
-        self.finished += lane.launch(piece)
+        if not lane.launch(piece):
+            self.finished += len(piece)
 
 
-def _neighbours(head: Move, waiting: FairQueue[Move]) -> list[Move]:
+def _neighbours(head: Move, waiting: Iterable[Move]) -> list[Move]:
     """The longest run around ``head`` of moves whose slots adjoin in both tiers."""
     shift = head.target.index - head.source.index
     alike = {
         move.source.index: move
-        for move in waiting.flow(head.flow)
+        for move in waiting
         if move.source.slab is head.source.slab
         and move.target.slab is head.target.slab
         and move.target.index - move.source.index == shift
@@ -258,18 +244,6 @@ def _neighbours(head: Move, waiting: FairQueue[Move]) -> list[Move]:
     return [alike[i] for i in range(first, last + 1)]
 
 
-def _pieces(moves: list[Move]) -> list[list[Move]]:
-    """Split a run where a move was cancelled; cancelled ones are finished here."""
-    pieces: list[list[Move]] = [[]]
-    for move in moves:
-        if move._cancelled:
-            move.finish(error=Cancelled())
-            pieces.append([])
-        else:
-            pieces[-1].append(move)
-    return [piece for piece in pieces if piece]
-
-
 def _range(slots: list[Slot]) -> torch.Tensor:
     """The bytes of slots that follow each other in one slab."""
     if len(slots) == 1:
@@ -278,22 +252,21 @@ def _range(slots: list[Slot]) -> torch.Tensor:
     return slots[0].slab.raw[slots[0].index * size : (slots[-1].index + 1) * size]
 
 
-def _copy_on_host(moves: list[Move]) -> None:
-    for piece in _pieces(moves):
-        begin = time.perf_counter()
-        error: BaseException | None = None
-        try:
-            # One thread only: a second team of OpenMP threads would stall the one that computes.
-            np.copyto(
-                _range([move.target for move in piece]).numpy(),
-                _range([move.source for move in piece]).numpy(),
-            )
-        except BaseException as failure:  # handed to the manager, which keeps the old copies
-            error = failure
-        seconds = (time.perf_counter() - begin) / len(piece)
-        for move in piece:
-            move.seconds = seconds
-            move.finish(error=error)
+def _copy_on_host(piece: list[Move]) -> None:
+    begin = time.perf_counter()
+    error: BaseException | None = None
+    try:
+        # One thread only: a second team of OpenMP threads would stall the one that computes.
+        np.copyto(
+            _range([move.target for move in piece]).numpy(),
+            _range([move.source for move in piece]).numpy(),
+        )
+    except BaseException as failure:  # handed to the manager, which keeps the old copies
+        error = failure
+    seconds = (time.perf_counter() - begin) / len(piece)
+    for move in piece:
+        move.seconds = seconds
+        move.finish(error=error)
 
 
 class Lane:
@@ -303,40 +276,33 @@ class Lane:
         self.stream = torch.cuda.Stream(device)
         self._launched: list[tuple[list[Move], Any, Any]] = []
 
-    def launch(self, moves: list[Move]) -> int:
-        """Copy on the stream, after the events that the moves wait for.
-
-        Returns:
-            The number of moves that were cancelled or failed: nothing of them is launched.
-        """
-        launched = 0
-        for piece in _pieces(moves):
+    def launch(self, piece: list[Move]) -> bool:
+        """Copy on the stream, after the events that the moves wait for; False when that failed."""
+        waited = {id(e): e for m in piece for e in (*m.after, *m.source.fences, *m.target.fences)}
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        try:
+            for event in waited.values():
+                self.stream.wait_event(event)
+            begin.record(self.stream)
+            with torch.cuda.stream(self.stream):
+                _range([m.target for m in piece]).copy_(
+                    _range([m.source for m in piece]), non_blocking=True
+                )
+            end.record(self.stream)
+        except BaseException as error:  # handed to the manager, which keeps the old copies
             try:
-                waited = {
-                    id(e): e for m in piece for e in (*m.after, *m.source.fences, *m.target.fences)
-                }
-                for event in waited.values():
-                    self.stream.wait_event(event)
-                begin = torch.cuda.Event(enable_timing=True)
-                end = torch.cuda.Event(enable_timing=True)
-                begin.record(self.stream)
-                with torch.cuda.stream(self.stream):
-                    _range([m.target for m in piece]).copy_(
-                        _range([m.source for m in piece]), non_blocking=True
-                    )
-                end.record(self.stream)
-            except BaseException as error:
-                # The stream may hold part of it: wait, so that no slot is reused under a copy.
+                # The stream may hold part of it: no slot may be reused under a copy.
                 self.stream.synchronize()
+            finally:
                 for move in piece:
                     move.finish(error=error)
-                continue
-            for move in piece:
-                move.target.fences = [end]
-                move.finish(end)
-            self._launched.append((piece, begin, end))
-            launched += len(piece)
-        return len(moves) - launched
+            return False
+        for move in piece:
+            move.target.fences = [end]
+            move.finish(end)
+        self._launched.append((piece, begin, end))
+        return True
 
     def collect(self) -> int:
         """Account for the pieces that have arrived; returns the number of their moves."""

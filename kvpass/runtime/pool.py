@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiers behind one interface: budgets in bytes, arenas that hand out slots of one size.
 
-An arena grows and shrinks by slabs at run time (a slab allocator, Bonwick 1994). A tier may be made
-smaller than what it holds: then nothing more is handed out, and the mover empties slabs.
+An arena grows and shrinks by slabs at run time (a slab allocator, Bonwick 1994).
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,20 +27,16 @@ class Budget:
     """Bytes that one tier may hold; shared by its arenas.
 
     Attributes:
-        capacity: bytes that may be in use; less than ``promised`` while the memory is short.
+        capacity: bytes that may be taken from the memory source.
         taken: bytes of slabs taken so far.
         used: bytes of slots in use.
-        promised: bytes that were asked for.
+        emptied: slabs that are given back as soon as no stream uses them.
     """
 
     capacity: int
     taken: int = 0
     used: int = 0
-    promised: int = 0
-
-    def __post_init__(self) -> None:
-        """What is promised is what the budget starts with."""
-        self.promised = self.promised or self.capacity
+    emptied: dict[Slab, None] = field(default_factory=dict)
 
     @property
     def usage(self) -> float:
@@ -54,6 +48,11 @@ class Budget:
         """Bytes of slabs above the capacity, to be given back."""
         return max(0, self.taken - self.capacity)
 
+    def reclaim(self) -> None:
+        """Give back emptied slabs, of whichever arena, that no stream uses any more."""
+        for slab in list(self.emptied):
+            slab.arena.give_back(slab)
+
 
 class Slot:
     """Room for one block.
@@ -63,11 +62,10 @@ class Slot:
         address: of the first byte, a multiple of 128.
         slab: the slab it is a part of.
         index: position in the slab.
-        block: the block that lies here, or None.
         fences: CUDA events that must have passed before the slot is written again.
     """
 
-    __slots__ = ("address", "arena", "block", "fences", "index", "raw", "slab")
+    __slots__ = ("address", "arena", "fences", "index", "raw", "slab")
 
     def __init__(self, arena: Arena, slab: Slab, index: int) -> None:
         size = arena.slot_bytes
@@ -76,7 +74,6 @@ class Slot:
         self.index = index
         self.raw = slab.raw[index * size : (index + 1) * size]
         self.address: int = self.raw.data_ptr()
-        self.block: Any = None
         self.fences: list[Any] = []
 
     def __lt__(self, other: Slot) -> bool:
@@ -88,14 +85,16 @@ class Slab:
     """Memory of one allocation, divided into slots.
 
     Attributes:
+        arena: whose it is.
         raw: uint8 ``[size]``.
         slots: all its slots.
         free: those not in use, the one with the lowest address last.
     """
 
-    __slots__ = ("free", "raw", "size", "slots")
+    __slots__ = ("arena", "free", "raw", "size", "slots")
 
     def __init__(self, arena: Arena, raw: torch.Tensor, size: int, count: int) -> None:
+        self.arena = arena
         self.raw = raw
         self.size = size
         self.slots = [Slot(arena, self, i) for i in range(count)]
@@ -105,12 +104,6 @@ class Slab:
     def empty(self) -> bool:
         """No slot is in use."""
         return len(self.free) == len(self.slots)
-
-    @property
-    def live(self) -> list[Slot]:
-        """Slots in use."""
-        free = {slot.index for slot in self.free}
-        return [slot for slot in self.slots if slot.index not in free]
 
     def drop(self) -> None:
         """Let go of the memory now: slots and slab refer to each other."""
@@ -155,6 +148,7 @@ class Arena:
         self.budget.used += self.slot_bytes
         self.free_slots -= 1
         slot = slab.free.pop()
+        self.budget.emptied.pop(slab, None)
         if not slab.free:
             del self._open[slab]
         return slot
@@ -168,34 +162,27 @@ class Arena:
     def free(self, slot: Slot) -> None:
         """Take a slot back; gives a slab back when it is empty and others have room."""
         slab = slot.slab
-        slot.block = None
         bisect.insort(slab.free, slot)
         self.free_slots += 1
         self._open[slab] = None
         self.budget.used -= self.slot_bytes
-        if slab.empty and (len(self._open) > 1 or self.budget.excess):
-            self.give_back(slab)
+        if slab.empty:
+            self.budget.emptied[slab] = None
+            self.budget.reclaim()
 
-    def give_back(self, slab: Slab) -> bool:
-        """Return the memory of an empty slab; False while a stream may still use it."""
+    def give_back(self, slab: Slab) -> None:
+        """Return the memory of an empty slab, unless it is the last room or a stream uses it."""
         assert slab.empty, "a slab with slots in use"
-        if not all(event.query() for slot in slab.slots for event in slot.fences):
-            return False
-        del self.slabs[slab], self._open[slab]
+        needed = len(self._open) < 2 and not self.budget.excess
+        if needed or not all(event.query() for slot in slab.slots for event in slot.fences):
+            return
+        del self.slabs[slab], self._open[slab], self.budget.emptied[slab]
         self.free_slots -= len(slab.slots)
         self.budget.taken -= slab.size
         slab.drop()
-        return True
-
-    def empty_slabs(self) -> Iterator[Slab]:
-        """Slabs without a slot in use."""
-        return (slab for slab in list(self._open) if slab.empty)
-
-    def by_live(self) -> list[Slab]:
-        """Slabs, those with the fewest slots in use first: the cheapest to empty."""
-        return sorted(self.slabs, key=lambda slab: len(slab.slots) - len(slab.free))
 
     def _grow(self) -> Slab | None:
+        self.budget.reclaim()
         left = self.budget.capacity - self.budget.taken
         size, count = self._slab_size(left)
         if count < 1:
@@ -204,7 +191,7 @@ class Arena:
             raw = self.source.slab(size)
         except OutOfMemoryError:
             if self.slabs or self.budget.taken:
-                # What is there goes on serving; the tier is smaller until memory is free again.
+                # What is there goes on serving; the tier is simply smaller than it was promised.
                 self.budget.capacity = self.budget.taken
                 return None
             raise

@@ -69,16 +69,6 @@ class Tiers:
         self._arenas: dict[int, tuple[Arena, Arena]] = {}
 
     @property
-    def hot_arenas(self) -> list[Arena]:
-        """Arenas of the hot tier, one a block size."""
-        return [hot for hot, _ in self._arenas.values()]
-
-    @property
-    def cold_arenas(self) -> list[Arena]:
-        """Arenas of the cold tier, one a block size."""
-        return [cold for _, cold in self._arenas.values()]
-
-    @property
     def sizes(self) -> list[int]:
         """Block sizes in bytes that have arenas."""
         return list(self._arenas)

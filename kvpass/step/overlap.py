@@ -4,46 +4,48 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-
-class _Layout:
-    """Address, shape and strides of a tensor as NumPy takes them; nothing is read."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        size = tensor.element_size()
-        self.__array_interface__: dict[str, Any] = {
-            "version": 3,
-            "typestr": f"|V{size}",
-            "shape": tuple(tensor.shape),
-            "strides": tuple(stride * size for stride in tensor.stride()),
-            "data": (tensor.data_ptr(), True),
-        }
+Layout = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+"""Address, bytes of an element, shape, strides in elements."""
 
 
 def overlap(tensors: Iterable[Tensor]) -> bool:
     """Whether any two of the tensors have an element in common; interleaved ones do not."""
-    spans = sorted(
-        (
-            (tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), tensor)
-            for tensor in tensors
-            if tensor.numel()
-        ),
-        key=lambda span: span[:2],
+    return _overlap(
+        tuple((t.data_ptr(), t.element_size(), tuple(t.shape), t.stride()) for t in tensors)
     )
-    earlier: list[tuple[int, Tensor]] = []
-    for low, high, tensor in spans:
-        earlier = [(end, other) for end, other in earlier if end > low]
-        mine = np.asarray(_Layout(tensor)) if earlier else None
-        if any(np.shares_memory(mine, np.asarray(_Layout(other))) for _, other in earlier):
+
+
+@lru_cache(maxsize=256)  # the buffers of a model stay where they are, and this is asked each step
+def _overlap(layouts: tuple[Layout, ...]) -> bool:
+    earlier: list[tuple[int, Layout]] = []
+    for layout in sorted(layout for layout in layouts if 0 not in layout[2]):
+        earlier = [(end, other) for end, other in earlier if end > layout[0]]
+        if any(np.shares_memory(_array(layout), _array(other)) for _, other in earlier):
             return True
-        earlier.append((high, tensor))
+        earlier.append((_end(layout), layout))
     return False
 
 
-def _extent(tensor: Tensor) -> int:
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
+def _end(layout: Layout) -> int:
+    address, size, shape, strides = layout
+    return address + size * (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)))
+
+
+def _array(layout: Layout) -> np.ndarray[Any, Any]:
+    """An array with this layout; its elements, perhaps on a GPU, are never read."""
+    address, size, shape, strides = layout
+    interface = {
+        "version": 3,
+        "typestr": f"|V{size}",
+        "shape": shape,
+        "strides": tuple(size * stride for stride in strides),
+        "data": (address, True),
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
