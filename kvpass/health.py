@@ -157,10 +157,8 @@ def hit_ratio(before: Snapshot, after: Snapshot) -> Finding:
     if found >= HIT_RATIO:
         return Finding(check, value, healthy, "ok")
     if _pressed(after):
-        cause = (
-            f"the hot tier is full and holds {after.hot_bytes / max(after.kv_bytes, 1):.0%} of the "
-            "KV cache"
-        )
+        share = after.hot_bytes / max(after.kv_bytes, 1)
+        cause = f"the hot tier is full up to its threshold and holds {share:.0%} of the KV cache"
         remedy = f"raise hot above {format_size(after.hot_capacity)}"
     else:
         cause = "the hot tier has room, but blocks that are read are cold"
@@ -255,7 +253,7 @@ def queue_depth(history: Sequence[Snapshot]) -> Finding:
 def lost_blocks(after: Snapshot) -> Finding:
     """Slots in use that no live sequence and no copy in flight holds."""
     lost = {name: use.used - use.held for name, use in after.tiers.items() if use.used != use.held}
-    check, healthy = "blocks without a sequence", "0 B"
+    check, healthy = "lost blocks", "0 B"
     if not lost:
         return Finding(check, "0 B", healthy, "ok")
     value = ", ".join(f"{name} {format_size(size)}" for name, size in lost.items())
@@ -266,7 +264,7 @@ def lost_blocks(after: Snapshot) -> Finding:
 
 def tier_growth(before: Snapshot, after: Snapshot) -> Finding:
     """Slots in use that grow while the stored tokens do not."""
-    check, healthy = "tiers without new tokens", "do not grow"
+    check, healthy = "tier growth", "do not grow"
     if after.tokens > before.tokens or before.queue or after.queue:
         return Finding(check, "tokens or copies come in", healthy, "unknown")
     grown = {

@@ -57,7 +57,10 @@ def _print(findings: list[health.Finding]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("check", "value", "healthy", "status", "cause and remedy")
+    table = Table()
+    table.add_column("check", no_wrap=True)
+    for name in ("value", "healthy", "status", "cause and remedy"):
+        table.add_column(name)
     color = {"ok": "green", "warn": "yellow", "fail": "red", "unknown": "dim"}
     for row in findings:
         advice = f"{row.cause}. {row.remedy}" if row.cause else ""
