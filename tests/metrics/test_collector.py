@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import math
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import prometheus_client
@@ -20,6 +21,7 @@ from kvpass.metrics.series import SERIES
 from kvpass.runtime import roster
 from kvpass.runtime.manager import Manager
 from kvpass.runtime.metrics import Counters
+from kvpass.runtime.migrate import Move
 from tests.runtime.harness import BLOCK, Driver
 
 
@@ -197,6 +199,51 @@ def test_shared_blocks_count_once_and_stay_accounted() -> None:
     driver.manager.release(fork)
 
 
+class HeldCopies:
+    """A copier that starts nothing until it is told to."""
+
+    def __init__(self) -> None:
+        self.moves: list[Move] = []
+
+    def submit(self, move: Move) -> bool:
+        self.moves.append(move)
+        return len(self.moves) <= 2
+
+    def close(self) -> None:
+        pass
+
+
+def test_copies_in_flight_and_waiting() -> None:
+    driver = even_driver()
+    copier = driver.manager.mover.copier = HeldCopies()
+    append_zeros(driver, 4 * BLOCK)
+    assert of(driver, "kvpass_moves_in_flight", "store") == 2
+    assert of(driver, "kvpass_moves_in_flight", "load") == 0
+    assert of(driver, "kvpass_backlog_blocks") == 2
+    assert of(driver, "kvpass_blocks", "full", "hot") == 4
+    driver.manager.release(driver.batch)  # copies of what nobody owns any more are no leak
+    snapshot = driver.manager.snapshot()
+    assert (snapshot.sequences, snapshot.stores_in_flight) == (0, 2)
+    assert all(use.held == use.used > 0 for use in snapshot.tiers.values())
+    for move in copier.moves[:2]:
+        move.run()
+    snapshot = driver.manager.snapshot()
+    assert snapshot.stores_in_flight == 0
+    assert all(use.held == use.used == 0 for use in snapshot.tiers.values())
+    assert of(driver, "kvpass_migration_bytes_total", "store") == 0
+
+
+def test_a_failed_copy_is_counted_and_moves_no_bytes() -> None:
+    driver = even_driver()
+    copier = driver.manager.mover.copier = HeldCopies()
+    append_zeros(driver, BLOCK)
+    copier.moves[0].error = OSError("no space left")
+    copier.moves[0]._done.set()
+    assert of(driver, "kvpass_copy_failures_total") == 1
+    assert of(driver, "kvpass_migration_bytes_total", "store") == 0
+    assert of(driver, "kvpass_migration_seconds_total", "store") == 0
+
+
 def test_weight_balance_is_a_histogram_where_shares_are_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -225,3 +272,10 @@ def test_names_follow_the_conventions_and_every_series_is_on_the_page() -> None:
         assert series.shown in names, series.name
         assert series.help.endswith(".")
     assert all(math.isfinite(value) for value in page().values())
+
+
+def test_the_readme_has_every_series() -> None:
+    text = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+    for series in SERIES:
+        labels = ", ".join(f"`{label}`" for label in series.labels) or "-"
+        assert f"| `{series.shown}` | {labels} | {series.help[:-1]} |" in text

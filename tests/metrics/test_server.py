@@ -73,6 +73,8 @@ def test_a_closed_server_frees_its_port() -> None:
     for _ in range(2):
         server = kvpass.serve_metrics(port)
         assert server.port == port
+        # Connections that linger must not keep the port.
+        assert server._server.socket.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)
         server.close()
         server.close()
     with pytest.raises(MetricsError, match="no metrics at"):
