@@ -209,6 +209,9 @@ class HeldCopies:
         self.moves.append(move)
         return len(self.moves) <= 2
 
+    def depth(self) -> int:
+        return len(self.moves)
+
     def close(self) -> None:
         pass
 
@@ -237,8 +240,7 @@ def test_a_failed_copy_is_counted_and_moves_no_bytes() -> None:
     driver = even_driver()
     copier = driver.manager.mover.copier = HeldCopies()
     append_zeros(driver, BLOCK)
-    copier.moves[0].error = OSError("no space left")
-    copier.moves[0]._done.set()
+    copier.moves[0].finish(error=OSError("no space left"))
     assert of(driver, "kvpass_copy_failures_total") == 1
     assert of(driver, "kvpass_migration_bytes_total", "store") == 0
     assert of(driver, "kvpass_migration_seconds_total", "store") == 0
