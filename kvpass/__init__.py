@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvpass.cache import TieredCache
     from kvpass.config import Config
     from kvpass.explanation import Explanation, explain
+    from kvpass.metrics import serve_metrics
 
 __all__ = [
     "Config",
@@ -22,6 +23,7 @@ __all__ = [
     "backend",
     "explain",
     "release_buffers",
+    "serve_metrics",
 ]
 
 _HOMES = {
@@ -31,6 +33,7 @@ _HOMES = {
     "explain": "kvpass.explanation",
     "Explanation": "kvpass.explanation",
     "release_buffers": "kvpass.buffers",
+    "serve_metrics": "kvpass.metrics",
 }
 
 

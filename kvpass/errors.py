@@ -40,5 +40,9 @@ class DownloadError(CheckpointError):
     """A checkpoint cannot be fetched: no network, or the package index lacks it."""
 
 
+class MetricsError(KVPassError, OSError):
+    """The page of metrics cannot be served, or not be read from a running process."""
+
+
 class KVPassWarning(UserWarning):
     """A model or graph is left as it was; the message says why and what to change."""

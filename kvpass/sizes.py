@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes in bytes as people write them: ``"64MiB"``, ``"10GB"``, ``"1.5 GiB"``."""
+"""Sizes and times as people write them: ``"64MiB"``, ``"1.5 GiB"``; ``"1s"``, ``"500ms"``."""
 
 from __future__ import annotations
 
@@ -53,6 +53,27 @@ def format_size(size: int) -> str:
             unit, factor = name, number
     text = f"{size / factor:.2f}".rstrip("0").rstrip(".")
     return f"{text} {unit}"
+
+
+def parse_seconds(text: str, name: str) -> float:
+    """Return the seconds that a time means.
+
+    Args:
+        text: a number, alone or with ``s``, ``ms`` or ``min``.
+        name: what the user set by it, for messages.
+
+    Raises:
+        ConfigError: not such a time, or not from 50 milliseconds to a day.
+    """
+    match = _PATTERN.fullmatch(text.strip().lower())
+    sign, number, unit = ("", "0", "") if match is None else match.groups()
+    factor = {"": 1.0, "s": 1.0, "ms": 1e-3, "min": 60.0}.get(unit, 0.0)
+    seconds = float(number) * factor
+    if sign == "-" or not 0.05 <= seconds <= 86400:
+        raise ConfigError(
+            f"{name} {text}: write a time from 50ms to 1440min, for example '1s' or '500ms'"
+        )
+    return seconds
 
 
 def warn_of_small_hot(hot: int, needed: int) -> None:

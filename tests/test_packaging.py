@@ -66,7 +66,7 @@ def test_dependencies_are_those_promised() -> None:
     needs = requirements(PROJECT["project"]["dependencies"])
     assert set(needs) == {
         *("torch", "triton", "safetensors", "sentencepiece", "numpy"),
-        *("pydantic", "PyYAML", "rich", "typer"),
+        *("prometheus-client", "pydantic", "PyYAML", "rich", "typer"),
     }
     assert str(needs["torch"].specifier) == ">=2.11"
     marker = needs["triton"].marker

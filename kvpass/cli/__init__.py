@@ -20,6 +20,8 @@ COMMANDS = {
     "generate": "Generate text from a model with a tiered KV cache.",
     "explain": "Say of each attention of a model whether it is rewritten, or why not.",
     "models": "Say which attentions of transformers' models are rewritten, on tiny random ones.",
+    "metrics": "Print the metrics of a running process.",
+    "top": "Watch the tiers of a running process.",
     "doctor": "Say what this machine can do, and how to mend what it cannot.",
 }
 

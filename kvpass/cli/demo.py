@@ -10,6 +10,7 @@ import typer
 
 
 def command(
+    ctx: typer.Context,
     tokens: Annotated[
         int, typer.Option(help="Tokens of the document to read, at least 512.", min=512)
     ] = 4100,
@@ -20,6 +21,10 @@ def command(
     inner: Annotated[
         str, typer.Option(help="Inner compiler: auto, inductor, aot_eager or eager.")
     ] = "eager",
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(help="Serve metrics on this port of this machine meanwhile; 0 picks one."),
+    ] = None,
 ) -> None:
     """Run SmolLM2 on a document, most of its KV cache in the cold tier, and compare.
 
@@ -38,6 +43,7 @@ def command(
 
     console = Console()
     running.check_options(inner=inner)  # a wrong name should not wait for the model
+    ctx.with_resource(running.metrics(metrics_port))
     console.print("loading SmolLM2-135M-Instruct (fetched and converted on first use) ...")
     loaded = model_zoo.load("smollm2-135m")
     config = loaded.config

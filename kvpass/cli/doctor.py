@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -50,11 +50,36 @@ class Check:
 
 def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of objects.")] = False,
+    live: Annotated[
+        bool, typer.Option("--live", help="Judge the health of a running process instead.")
+    ] = False,
+    port: Annotated[
+        int | None, typer.Option(help="With --live: port of that process; default 9464.")
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="With --live: its address; default 127.0.0.1.")
+    ] = None,
+    seconds: Annotated[
+        str | None, typer.Option(help="With --live: how long to look, e.g. 4s; default 4s.")
+    ] = None,
 ) -> None:
     """Say what this machine can do: GPU, Triton, compiler, memory, links, disk, versions.
 
+    With --live: whether the caches of a running process are healthy, and what to change.
     Exits with 1 when a row is marked fail, else with 0.
     """
+    given: dict[str, Any] = {
+        name: value
+        for name, value in (("port", port), ("host", host), ("seconds", seconds))
+        if value is not None
+    }
+    if live:
+        from kvpass.cli import live as running_process
+
+        running_process.examine(**given, as_json=as_json)
+        return
+    for name, value in given.items():
+        raise ConfigError(f"--{name} {value}: it belongs to --live; add that, or leave it out")
     checks = examine()
     if as_json:
         print(json.dumps([asdict(check) for check in checks], indent=2))

@@ -10,6 +10,7 @@ import typer
 
 
 def command(
+    ctx: typer.Context,
     model: Annotated[str, typer.Option(help="smollm2-135m, or a Hugging Face folder (Llama).")],
     prompt: Annotated[str | None, typer.Option(help="The prompt.")] = None,
     prompt_file: Annotated[
@@ -32,6 +33,10 @@ def command(
     verify: Annotated[
         bool, typer.Option("--verify", help="Generate again without kvpass and compare.")
     ] = False,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(help="Serve metrics on this port of this machine meanwhile; 0 picks one."),
+    ] = None,
 ) -> None:
     """Generate greedily and print the text."""
     import sys
@@ -46,6 +51,7 @@ def command(
     if (prompt is None) == (prompt_file is None):
         raise ConfigError("give one of --prompt and --prompt-file")
     running.check_options(inner=inner, hot=hot)
+    ctx.with_resource(running.metrics(metrics_port))
     if prompt is not None and not prompt:
         raise ConfigError("--prompt has no tokens: give some text")
     if prompt_file is not None:

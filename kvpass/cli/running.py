@@ -18,6 +18,7 @@ import kvpass
 import model_zoo
 from kvpass.config import Config, Written
 from kvpass.errors import CheckpointError, ConfigError
+from kvpass.metrics.page import anonymous_memory
 
 
 @dataclass
@@ -41,18 +42,6 @@ class Run:
         """Decoding speed: median over the steps after the first ones, which compile."""
         steps = sorted(self.seconds[3:] or self.seconds[1:] or self.seconds)
         return 1.0 / steps[len(steps) // 2] if steps else 0.0
-
-
-def anonymous_memory() -> int:
-    """Bytes of anonymous memory of this process that are in RAM (0 where it is not known)."""
-    try:
-        with open("/proc/self/status", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("RssAnon:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 0
 
 
 def decode(
@@ -159,6 +148,22 @@ def compiled(module: Any, inner: str | None) -> Any:
     """The module through kvpass.backend; without ``inner``, with the environment's."""
     options: dict[str, Any] = {} if inner is None else {"inner": inner}
     return torch.compile(module, backend=kvpass.backend, options=options)
+
+
+@contextmanager
+def metrics(port: int | None) -> Iterator[None]:
+    """Serve metrics while something runs, and say where; without a port nothing is served.
+
+    Raises:
+        ConfigError: it is no port.
+        MetricsError: it cannot be listened on.
+    """
+    if port is None:
+        yield
+        return
+    with kvpass.serve_metrics(port) as server:
+        print(f"metrics: {server.url}", file=sys.stderr, flush=True)
+        yield
 
 
 def say(message: str) -> None:

@@ -18,7 +18,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -26,12 +25,13 @@ import torch
 from kvpass import cpu_ops
 from kvpass.config import Config
 from kvpass.errors import CacheStateError, CapacityError, ShapeError
-from kvpass.runtime import policy
+from kvpass.runtime import observe, policy, roster
 from kvpass.runtime.batch import Batch, Block
 from kvpass.runtime.capture import HostLock
 from kvpass.runtime.metrics import Counters, Snapshot
 from kvpass.runtime.migrate import copier_for
 from kvpass.runtime.mover import Mover, movable
+from kvpass.runtime.ranges import ranged
 from kvpass.runtime.reserve import Reserver
 from kvpass.runtime.table import normalize, tables_for
 from kvpass.runtime.tiers import Tiers
@@ -47,6 +47,7 @@ class Manager:
     Attributes:
         before_step: called with the manager and the batch when a step begins, before blocks are
             reserved; tests force migration here.
+        number: of this manager, never used twice in a process; names it in metrics.
     """
 
     def __init__(self, config: Config, device: torch.device | str) -> None:
@@ -71,6 +72,7 @@ class Manager:
         self._dead: deque[Batch] = deque()
         self._process = os.getpid()
         weakref.finalize(self, _close, self._batches).atexit = False
+        self.number = roster.enroll(self)
 
     # ---------------------------------------------------------------- batches
 
@@ -161,6 +163,7 @@ class Manager:
             raise
         self.commit(batch, tokens, layers)
 
+    @ranged("kvpass::begin")
     def begin(self, batch: Batch, tokens: int, layers: Sequence[int]) -> None:
         """First half of :meth:`step`."""
         with self._lock:
@@ -210,6 +213,7 @@ class Manager:
         with self._lock:
             self._end(batch)
 
+    @ranged("kvpass::commit")
     def commit(self, batch: Batch, tokens: int, layers: Sequence[int]) -> None:
         """Second half of :meth:`step`: the new tokens count from here on."""
         with self._lock:
@@ -242,6 +246,7 @@ class Manager:
 
     # ------------------------------------------------------------------- heat
 
+    @ranged("kvpass::heat")
     def _use_heat(self, batch: Batch, *, start: bool) -> None:
         """Fold a finished window of access counts into the blocks, then choose what moves."""
         counts = batch.poll_heat(start)
@@ -253,6 +258,7 @@ class Manager:
             heads = batch.geometry(layer).kv_heads
             for sequence, blocks in enumerate(row):
                 frequency = counts[layer, sequence, : len(blocks)] / heads
+                observe.count_accesses(self.counters, blocks, frequency)
                 heat = policy.next_heat(
                     np.array([b.heat for b in blocks], dtype=np.uint8),
                     frequency,
@@ -356,32 +362,11 @@ class Manager:
                     self.mover.settle()
 
     def snapshot(self) -> Snapshot:
-        """Where the KV bytes are now."""
+        """Where the KV bytes are now, and what was done; the reading is consistent."""
         with self._lock:
             self._bury()
             self.mover.collect()
-            stored = hot = 0
-            for batch in self._batches:
-                for layer, row in enumerate(batch.blocks):
-                    if batch.geometries[layer] is None:
-                        continue
-                    geometry = batch.geometry(layer)
-                    for blocks in row:
-                        for i, block in enumerate(blocks):
-                            tokens = batch.lengths[layer] - i * geometry.block_size
-                            size = min(max(tokens, 0), geometry.block_size) * geometry.token_bytes
-                            stored += size
-                            hot += size if block.hot is not None else 0
-            return Snapshot(
-                kv_bytes=stored,
-                hot_bytes=hot,
-                cold_only_bytes=stored - hot,
-                hot_capacity=self.tiers.hot.capacity,
-                hot_used=self.tiers.hot.used,
-                cold_used=self.tiers.cold.used,
-                sequences=sum(batch.size for batch in self._batches),
-                counters=replace(self.counters),
-            )
+            return observe.take(self, self._batches)
 
 
 def _blocks_of(manager: weakref.ref[Manager]) -> Callable[[], list[Block]]:

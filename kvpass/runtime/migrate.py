@@ -42,11 +42,11 @@ class Move:
         block: the block whose bytes move.
         after: CUDA events that must have passed before the copy starts.
         error: what went wrong in the copy, or None.
-        seconds: how long the copy took; its part of a piece, by bytes.
     """
 
     __slots__ = (
-        "_launched", "after", "block", "error", "event", "kind", "seconds", "source", "target",
+        "_launched", "_seconds", "after", "block", "error", "event", "kind", "source", "target",
+        "timing",
     )  # fmt: skip
 
     def __init__(
@@ -63,7 +63,8 @@ class Move:
         self.target = target
         self.after = after
         self.error: BaseException | None = None
-        self.seconds = 0.0
+        self._seconds = 0.0
+        self.timing: Any = None  # CUDA events around its piece, and the moves of the piece
         self.event: Any = None
         self._launched = threading.Event()
 
@@ -71,6 +72,14 @@ class Move:
     def size(self) -> int:
         """Bytes that are copied."""
         return self.source.arena.slot_bytes
+
+    @property
+    def seconds(self) -> float:
+        """How long the copy took once it is done, without its wait: its part of a piece."""
+        if self.timing is None:
+            return self._seconds
+        begin, end, moves = self.timing
+        return float(begin.elapsed_time(end)) / 1e3 / moves
 
     def done(self) -> bool:
         """Whether the bytes have arrived (or the copy failed)."""
@@ -265,7 +274,7 @@ def _copy_on_host(piece: list[Move]) -> None:
         error = failure
     seconds = (time.perf_counter() - begin) / len(piece)
     for move in piece:
-        move.seconds = seconds
+        move._seconds = seconds
         move.finish(error=error)
 
 
@@ -274,7 +283,7 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
-        self._launched: list[tuple[list[Move], Any, Any]] = []
+        self._launched: list[tuple[list[Move], Any]] = []
 
     def launch(self, piece: list[Move]) -> bool:
         """Copy on the stream, after the events that the moves wait for; False when that failed."""
@@ -300,19 +309,16 @@ class Lane:
             return False
         for move in piece:
             move.target.fences = [end]
+            move.timing = begin, end, len(piece)
             move.finish(end)
-        self._launched.append((piece, begin, end))
+        self._launched.append((piece, end))
         return True
 
     def collect(self) -> int:
         """Account for the pieces that have arrived; returns the number of their moves."""
         arrived = 0
-        while self._launched and self._launched[0][2].query():
-            piece, begin, end = self._launched.pop(0)
-            seconds = begin.elapsed_time(end) / 1e3 / len(piece)
-            for move in piece:
-                move.seconds = seconds
-            arrived += len(piece)
+        while self._launched and self._launched[0][1].query():
+            arrived += len(self._launched.pop(0)[0])
         return arrived
 
     def make_room(self, size: int) -> int:
@@ -321,14 +327,14 @@ class Lane:
         while self._launched and (
             size + sum(m.size for piece, *_ in self._launched for m in piece) > LAUNCHED_BYTES
         ):
-            self._launched[0][2].synchronize()
+            self._launched[0][1].synchronize()
             arrived += self.collect()
         return arrived
 
     def drain(self) -> int:
         """Wait for everything launched; returns the moves that arrived."""
         if self._launched:
-            self._launched[-1][2].synchronize()
+            self._launched[-1][1].synchronize()
         return self.collect()
 
 

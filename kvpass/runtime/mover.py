@@ -12,8 +12,9 @@ import numpy as np
 from kvpass.runtime import policy
 from kvpass.runtime.batch import Block
 from kvpass.runtime.geometry import BlockGeometry
-from kvpass.runtime.metrics import Counters
+from kvpass.runtime.metrics import Counters, LinkRate
 from kvpass.runtime.migrate import Copier, Move
+from kvpass.runtime.ranges import ranged
 from kvpass.runtime.tiers import Tiers
 
 
@@ -67,10 +68,21 @@ class Mover:
         self.counters = counters
         self.blocks = blocks
         self.min_frequency = min_frequency
+        self.link = LinkRate()
         self._moves: list[Move] = []
         self._backlog: deque[Block] = deque()
 
     # ------------------------------------------------------------------ copies
+
+    @property
+    def in_flight(self) -> list[Move]:
+        """Copies that were started and are not accounted for yet."""
+        return self._moves
+
+    @property
+    def backlog(self) -> int:
+        """Full blocks that wait for a copy to the cold tier to be started."""
+        return len(self._backlog)
 
     def write_through(self, blocks: Iterable[Block]) -> None:
         """Copy blocks that became full to the cold tier, in the background, once."""
@@ -97,6 +109,7 @@ class Mover:
             return False
         return self._submit(Move("load", block, block.cold, target, []))
 
+    @ranged("kvpass::migrate")
     def _submit(self, move: Move) -> bool:
         if not self.copier.submit(move):
             self.tiers.free(move.target)
@@ -105,6 +118,7 @@ class Mover:
         self._moves.append(move)
         return True
 
+    @ranged("kvpass::publish")
     def collect(self) -> None:
         """Account for copies that are done; publish what they moved."""
         pending: list[Move] = []
@@ -127,11 +141,13 @@ class Mover:
                 block.cold = move.target
                 self.counters.stored_blocks += 1
                 self.counters.stored_bytes += block.geometry.payload_bytes
+                self.counters.store_seconds += self.link.note(move)
             else:
                 block.hot = move.target
                 block.publish()
                 self.counters.loaded_blocks += 1
                 self.counters.loaded_bytes += block.geometry.payload_bytes
+                self.counters.load_seconds += self.link.note(move)
         self._moves = pending
 
     def settle(self) -> None:
