@@ -216,7 +216,7 @@ class KVHandle(Tensor):
     # Below a frame that Dynamo gave up on, it would compile this function and what that calls.
     @classmethod
     @torch._dynamo.disable
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an op on dense copies."""
