@@ -409,12 +409,12 @@ def check(spec: Spec) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def _quick_compilation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _quick_compilation() -> Iterator[None]:
     """No two modules are alike: a sixth of the time goes into keys that are never found again."""
-    monkeypatch.setattr(torch._dynamo.config, "fake_tensor_cache_enabled", False)
     gc.collect()
     gc.freeze()
-    yield
+    with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
+        yield
     gc.unfreeze()
     torch._dynamo.reset()
 
