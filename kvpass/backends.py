@@ -72,7 +72,7 @@ def backend(
             "mode"
         )
     graph = _copy(gm)  # Dynamo still reads the graph it gave
-    result = find_sites(graph, spell_out(graph, gm))
+    result = find_sites(graph, spell_out(graph, gm), gm)
     refusal = graph_refusal(gm) if result.sites else None
     report = report_graph(graph, result, refusal)
     before = text_of(gm)

@@ -31,6 +31,7 @@ from kvpass.runtime.geometry import BlockGeometry
 from kvpass.runtime.manager import Manager
 from kvpass.runtime.metrics import Snapshot
 from kvpass.runtime.table import normalize
+from kvpass.runtime.tiers import check_hot
 from kvpass.sizes import warn_of_small_hot
 from kvpass.warn import warn_user
 
@@ -82,7 +83,7 @@ class TieredState:
                 )
             for layer, geometry in geometries.items():
                 if not 0 <= layer < self.layers:
-                    raise ShapeError(f"layer {layer} of a cache made for {self.layers} layers")
+                    raise _no_layer(layer, self.layers)
                 batch.define(layer, geometry)
                 if batch.lengths[layer] + tokens > self.max_tokens:
                     raise CapacityError(
@@ -159,8 +160,8 @@ class TieredCache:
         **options: any other key of :class:`kvpass.Config`, e.g. ``resident_tokens=256``.
 
     Raises:
-        ConfigError: an option is unknown or out of range.
-        CapacityError: ``max_tokens`` is not a positive integer.
+        ConfigError: an option is unknown or out of range, ``max_tokens`` is not a positive integer,
+            or ``hot`` is more than any device here has.
         UnsupportedError: the model has layers that keep other state than keys and values.
     """
 
@@ -183,7 +184,10 @@ class TieredCache:
         given = {"hot": hot, "cold": cold}
         options.update({key: value for key, value in given.items() if value is not None})
         if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
-            raise CapacityError(f"max_tokens={max_tokens!r} must be a positive integer")
+            raise ConfigError(
+                f"max_tokens={max_tokens!r}: write the number of tokens of the longest sequence, "
+                "prompt and new ones, as an integer from 1 on"
+            )
         if hasattr(config, "get_text_config"):
             config = config.get_text_config(decoder=True)
         layers = getattr(config, "num_hidden_layers", None)
@@ -203,6 +207,7 @@ class TieredCache:
                 'options={"inner": ...}'
             )
         self.kvpass_config = Config.load(**options)
+        check_hot(self.kvpass_config.memory.hot)
         self.block_size: int = self.kvpass_config.memory.block_size
         self.max_tokens = max_tokens
         self._lengths = [0] * layers
@@ -377,7 +382,10 @@ def _is_transformers(config: Any) -> bool:
 
 
 def _no_layer(layer: int, layers: int) -> ShapeError:
-    return ShapeError(f"layer {layer} of a cache made for {layers} layers: 0..{layers - 1}")
+    return ShapeError(
+        f"layer {layer} of a cache made for {layers} layers, 0..{layers - 1}: make it with the "
+        "config of the model that uses it"
+    )
 
 
 def _check_pair(k: Tensor, v: Tensor, layer: int, layers: int) -> None:

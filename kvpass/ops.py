@@ -297,9 +297,10 @@ _LIBRARY.impl("append", _append_cpu, "CPU")
 _LIBRARY.impl("attend", _attend_cpu, "CPU")
 _LIBRARY.impl("append", _append_cuda, "CUDA")
 _LIBRARY.impl("attend", _attend_cuda, "CUDA")
-_LIBRARY.impl("cache_update", _cache_update, "CPU")
-_LIBRARY.impl("cache_update", _cache_update, "CUDA")
-_LIBRARY.impl("materialize", _materialize, "CPU")
+# Below a frame that Dynamo gave up on, it would compile the runtime that these call.
+_LIBRARY.impl("cache_update", torch._dynamo.disable(_cache_update), "CPU")
+_LIBRARY.impl("cache_update", torch._dynamo.disable(_cache_update), "CUDA")
+_LIBRARY.impl("materialize", torch._dynamo.disable(_materialize), "CPU")
 
 torch.library.register_fake("kvpass::append", _append_fake, lib=_LIBRARY)
 torch.library.register_fake("kvpass::attend", _attend_fake, lib=_LIBRARY)

@@ -55,5 +55,6 @@ def _cache_read_fake(
     )
 
 
-_LIBRARY.impl("cache_read", _cache_read, "CPU")
+# Below a frame that Dynamo gave up on, it would compile the runtime that this calls.
+_LIBRARY.impl("cache_read", torch._dynamo.disable(_cache_read), "CPU")
 torch.library.register_fake("kvpass::cache_read", _cache_read_fake, lib=_LIBRARY)

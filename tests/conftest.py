@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 import torch
+import torch._dynamo.guards
 
 # Before anything imports triton: without a GPU its kernels run under the interpreter.
 if not torch.cuda.is_available():
@@ -23,6 +24,14 @@ for _name in [name for name in os.environ if name.startswith("KVPASS_")]:
 
 # A second OpenMP team on the same cores makes small products several times slower.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+
+# Compiling makes millions of objects that die by reference count. Searching for cycles among them
+# costs a sixth of the time; the end of a module does it once.
+gc.set_threshold(200_000, 100, 1000)
+
+# Dynamo times its guards after flushing the processor's caches; nobody reads that here.
+if hasattr(torch._dynamo.guards, "profile_guard_manager"):
+    torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 # No deadline: the first example may compile. Derandomized: a failure repeats on every machine.
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)

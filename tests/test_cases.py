@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import threading
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 import kvpass
-from kvpass.errors import CapacityError
+from kvpass.errors import CapacityError, ConfigError, KVPassWarning, ShapeError
 from kvpass.graph.report import observed
 from tests.models import OPTIONS, prompt, tiered, tiny
 
@@ -227,3 +228,25 @@ def test_b65_a_cache_that_is_full_says_so_and_stays_usable():
         got = module(input_ids=ids[:, 60:], past_key_values=cache).logits[:, -1]
         expected = model(ids).logits[:, -1]
     assert (got - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("value", ["8k", "400", 0, -3, True, 2.0, None])
+def test_max_tokens_is_a_positive_integer(value):
+    with pytest.raises(ConfigError, match=re.escape(f"max_tokens={value!r}")):
+        kvpass.TieredCache(tiny("llama").config, value)
+
+
+def test_a_hot_tier_larger_than_any_memory_is_refused_when_the_cache_is_made():
+    with pytest.raises(ConfigError, match="hot = 900 TiB is more than the .* of memory of"):
+        kvpass.TieredCache(tiny("llama").config, 64, hot="900TiB")
+
+
+def test_a_cache_of_another_model_says_what_to_pass():
+    model = tiny("llama")
+    cache = kvpass.TieredCache(tiny("llama", num_hidden_layers=1).config, 64, **OPTIONS)
+    with (
+        torch.no_grad(),
+        pytest.warns(KVPassWarning, match="outside a graph"),
+        pytest.raises(ShapeError, match=r"layer 1 of a cache made for 1 layers.*config of the"),
+    ):
+        model(prompt(1, 5)[0], past_key_values=cache)

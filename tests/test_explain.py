@@ -7,6 +7,8 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
 import kvpass
@@ -80,3 +82,36 @@ def test_a_folder_that_cannot_be_made_is_named_before_any_work(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="file/graphs"):
         explained(None, None, graph_dir=tmp_path / "file" / "graphs")
+
+
+def _branches(q, k, v, past):
+    k, v = torch.cat([past, k], 2), torch.cat([past, v], 2)
+
+    def fused(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
+
+    def spelled(q, k, v):
+        return torch.softmax(q @ k.transpose(-1, -2) / 4, -1) @ v
+
+    return torch.cond(q.sum() > 0, fused, spelled, (q, k, v)), k, v
+
+
+def _checkpointed(q, k, v, past):
+    k, v = torch.cat([past, k], 2), torch.cat([past, v], 2)
+    out = checkpoint(F.scaled_dot_product_attention, q, k, v, use_reentrant=False)
+    return out, k, v
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "count"),
+    [(_branches, "cond", 2), (_checkpointed, "tag_activation_checkpoint", 1)],
+)
+def test_an_attention_in_a_graph_of_its_own_is_named(function, name, count):
+    torch._dynamo.reset()
+    new = [torch.randn(1, 2, 1, 16) for _ in range(3)]
+    with torch.no_grad():
+        explanation = kvpass.explain(function, *new, torch.randn(1, 2, 5, 16), verbose=False)
+    assert len(explanation.sites) == count
+    for site in explanation.sites:
+        assert not site.rewritten
+        assert f"a graph of its own that {name} runs" in site.reason

@@ -287,3 +287,28 @@ def test_a_prefix_read_without_gradients_serves_a_step_with_them():
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             assert (parameter.grad - got[name]).abs().max() < 1e-4
+
+
+def _read_behind_a_break(past):
+    with torch.no_grad():
+        try:
+            torch._dynamo.graph_break()
+            return past[0][0].sum(-1) + past[1][1][:, :, -1:].mean(-1)
+        finally:
+            pass
+
+
+def _read_under_vmap(past):
+    return torch.func.vmap(lambda keys: keys[:, 2:] * 2)(past[0][0])
+
+
+@pytest.mark.parametrize("read", [_read_behind_a_break, _read_under_vmap])
+def test_read_where_dynamo_has_given_up(read):
+    """Dynamo would go on to compile the handle's own code, called below the broken frame."""
+    _, _, held, dense = caches()
+    past, plain = (
+        [(layer.keys, layer.values) for layer in cache.layers] for cache in (held, dense)
+    )
+    compiled = torch.compile(read, backend=backends.backend, options={"inner": "eager"})
+    with torch.no_grad():
+        assert torch.allclose(compiled(past), read(plain), atol=1e-5)

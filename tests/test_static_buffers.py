@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import kvpass
+from kvpass.errors import KVPassWarning
 from kvpass.graph.report import GraphReport, observed
 from kvpass.step.buffers import BufferGroup
-from kvpass.step.graph import RewrittenGraph
+from kvpass.step.graph import PLAIN_CALLS, RewrittenGraph
 from kvpass.step.overlap import overlap
 from tests.models import OPTIONS
 
@@ -260,6 +262,22 @@ def test_a_mask_that_shows_what_is_not_filled(counts):
     pair.both(lambda model: model.table.fill_(True))
     pair.calls(1, 3, start=21)
     pair.check(plain=2)
+
+
+def test_a_graph_that_is_rewritten_in_vain_is_said_once(counts):
+    """Each call is served by the model's own attention, so `explain` alone would mislead."""
+    pair = Pair(Indexed, counts)
+    pair.calls(20, 1)
+    pair.both(lambda model: model.table.fill_(True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pair.calls(*[1] * (PLAIN_CALLS - 1), start=21)
+    with pytest.warns(KVPassWarning, match="hold no token yet"):
+        pair.call(20 + PLAIN_CALLS, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pair.calls(*[1] * PLAIN_CALLS, start=21 + PLAIN_CALLS)
+    pair.check(plain=2 * PLAIN_CALLS)
 
 
 def test_a_mask_that_hides_every_key_of_a_query(counts):

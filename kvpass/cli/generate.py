@@ -80,7 +80,7 @@ def command(
     stop = frozenset(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
     cache = kvpass.TieredCache(loaded.config, len(ids) + max_new_tokens, hot=hot)
     decoder: Any = running.compiled(loaded.decoder, inner)
-    running.say("compiling; the first tokens take half a minute or more with inductor")
+    running.say("compiling; the first tokens take half a minute or more")
     with running.progress("tokens", max_new_tokens) as advance:
         run = running.decode(
             running.own_step(decoder, cache), tokens, max_new_tokens, stop=stop, on_token=advance

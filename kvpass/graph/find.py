@@ -74,7 +74,9 @@ _OPAQUE = {
 
 
 def find_sites(
-    gm: fx.GraphModule | fx.Graph, flex: Mapping[fx.Node, FlexCall | str] | None = None
+    gm: fx.GraphModule | fx.Graph,
+    flex: Mapping[fx.Node, FlexCall | str] | None = None,
+    owner: torch.nn.Module | None = None,
 ) -> FindResult:
     """All attentions of the graph that Dynamo hands to a backend.
 
@@ -83,16 +85,45 @@ def find_sites(
     reason. A softmax that is not between two products is no attention and is not reported.
 
     Calls of flex_attention are read if :func:`kvpass.graph.flex.spell_out` has added what they
-    compute; ``flex`` is what it returned.
+    compute; ``flex`` is what it returned. ``owner`` has the graphs that a bare graph's nodes call.
 
     Method: anchor at SDPA or softmax and walk; no list of templates.
     """
-    return _Finder(gm if isinstance(gm, fx.Graph) else gm.graph, flex or {}).run()
+    if isinstance(gm, fx.GraphModule):
+        return _Finder(gm.graph, flex or {}, owner or gm).run()
+    return _Finder(gm, flex or {}, owner).run()
+
+
+def _is_anchor(node: fx.Node, live: set[fx.Node]) -> bool:
+    if op_name(node) == "scaled_dot_product_attention" or is_flex(node):
+        return True
+    return is_softmax(node) and looks_like_attention(node, live)
+
+
+def _called_attentions(node: fx.Node, owner: torch.nn.Module | None) -> int:
+    """Attentions in the graphs that a higher-order operator runs."""
+    if owner is None or not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return 0
+    count = 0
+    for argument in node.all_input_nodes:
+        called = getattr(owner, str(argument.target), None) if argument.op == "get_attr" else None
+        if isinstance(called, fx.GraphModule):
+            live = live_nodes(called.graph)
+            for inner in called.graph.nodes:
+                if inner in live:
+                    count += _is_anchor(inner, live) or _called_attentions(inner, called)
+    return count
 
 
 class _Finder:
-    def __init__(self, graph: fx.Graph, flex: Mapping[fx.Node, FlexCall | str]) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        flex: Mapping[fx.Node, FlexCall | str],
+        owner: torch.nn.Module | None,
+    ) -> None:
         self.flex = flex
+        self.owner = owner
         self.nodes = list(graph.nodes)
         self.order = {node: position for position, node in enumerate(self.nodes)}
         self.live = live_nodes(graph)
@@ -111,12 +142,15 @@ class _Finder:
             opaque = self._opaque(node)
             if opaque is not None:
                 self._refuse(node, opaque)
-            elif (
-                op_name(node) == "scaled_dot_product_attention"
-                or is_flex(node)
-                or (is_softmax(node) and looks_like_attention(node, self.live))
-            ):
+            elif _is_anchor(node, self.live):
                 self._try(node)
+            else:
+                for _ in range(_called_attentions(node, self.owner)):
+                    self._refuse(
+                        node,
+                        f"it is in a graph of its own that {node.target} runs, as "
+                        "torch.utils.checkpoint and torch.cond do: call the attention directly",
+                    )
         self._refuse_repeated_updates()
         self._refuse_other_readers()
         return self.result

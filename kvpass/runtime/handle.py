@@ -213,8 +213,10 @@ class KVHandle(Tensor):
         """Dense tensor to read from, not to change."""
         return self.dense() if self.part is None else self.part.tensor
 
+    # Below a frame that Dynamo gave up on, it would compile this function and what that calls.
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    @torch._dynamo.disable
+    def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an op on dense copies."""

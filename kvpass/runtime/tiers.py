@@ -24,17 +24,26 @@ from kvpass.runtime.pool import Arena, Budget, Slot
 from kvpass.sizes import format_size
 
 
-def _check_hot(hot: int, device: torch.device) -> None:
+def check_hot(hot: int | str, device: torch.device | None = None) -> None:
     """Refuse a hot tier that the machine could never hold: it would end in no memory at all.
+
+    Args:
+        hot: bytes, or ``"auto"``, which always fits.
+        device: where it will be; None: not known yet, so that any device here may be it.
 
     Raises:
         ConfigError: it is larger than all memory of the device.
     """
-    total = total_memory(device)
+    if not isinstance(hot, int):
+        return
+    devices = [torch.device("cpu")] if device is None else [device]
+    if device is None and hot > total_memory(devices[0]):
+        devices += [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    total, largest = max(((total_memory(d), d) for d in devices), key=lambda pair: pair[0])
     if total and hot > total:
         raise ConfigError(
             f"hot = {format_size(hot)} is more than the {format_size(total)} of memory of "
-            f"{device}: give a part of that, or 'auto'"
+            f"{largest}: give a part of that, or 'auto'"
         )
 
 
@@ -55,7 +64,7 @@ class Tiers:
         directory = str(memory.cold_dir) if memory.cold_dir is not None else None
         hot = auto_hot_bytes(device) if memory.hot == "auto" else memory.hot
         cold = auto_cold_bytes(device, directory) if memory.cold == "auto" else memory.cold
-        _check_hot(int(hot), device)
+        check_hot(int(hot), device)
         self.device = device
         self.poison = memory.poison
         self.threshold = memory.gpu_threshold

@@ -63,7 +63,7 @@ class BufferGroup(FunctionalGroup):
             if index is not None and not isinstance(args[index], KVHandle)
         }
         if overlap(args[index] for index in dense):
-            raise NotCounted  # a write to one layer would change another's keys
+            raise NotCounted("buffers of different layers share memory")
         pairs = [(_content(args, site.past_k), _content(args, site.past_v)) for site in self.sites]
         before = [
             _kept(
@@ -181,7 +181,7 @@ def _check_sequences(buffer: KVHandle, size: int) -> None:
     if content.lease is not None:
         held = content.lease.batch.size
     if held > size:
-        raise NotCounted
+        raise NotCounted(f"a buffer that holds {held} sequences is used for {size}")
 
 
 def _content(args: Sequence[Any], index: int | None) -> Content | None:
@@ -193,7 +193,8 @@ def _content(args: Sequence[Any], index: int | None) -> Content | None:
         content = tensor.content
         return content if content is not None and content.memory is None else None
     if tensor.is_inference():
-        raise NotCounted  # its writes are not counted, so that it would be copied at every step
+        # Writes to it are not counted, so that it would be copied at every step.
+        raise NotCounted("a buffer was made under torch.inference_mode(): make it outside")
     known = _mirrors.get(tensor)
     if known is None or known[:2] != (tensor._version, tensor.data_ptr()):
         return None
@@ -218,7 +219,7 @@ def _kept(
         if len(known) < 2:
             return capacity
         if any(c.length - c.start != capacity for c in known) or k.length != v.length:  # type: ignore[union-attr]
-            raise NotCounted
+            raise NotCounted("a rolled buffer is not full of tokens")
         return known[0].length
     position = sizes.of(use.position)
     for content in (k, v):
@@ -233,5 +234,8 @@ def _kept(
     fits = use.write == "tail" or position + tokens <= capacity
     windowed = position > 0 and any(content is not None and content.start for content in (k, v))
     if not fits or position < 0 or (made and position) or windowed:
-        raise NotCounted
+        raise NotCounted(
+            f"{tokens} new tokens are written at position {position} of a buffer for {capacity}, "
+            "not behind those that it holds"
+        )
     return position

@@ -75,7 +75,7 @@ class FunctionalGroup:
             keep, offset = site.shape.keep, site.shape.mask_offset
             start = max(0, lease.batch.lengths[layer] - keep)
             if keep and offset is not None and sizes.of(offset) != start:
-                raise NotCounted
+                raise NotCounted("the mask does not begin where the kept window of tokens does")
         return lease
 
     def step(self, manager: Manager, lease: Lease, sizes: CallSizes) -> Any:
@@ -105,6 +105,8 @@ class FunctionalGroup:
             if start and self.sites[layer].shape.absolute:
                 return None  # a copy, whose first token is the first that was kept
         batch = lease.batch
+        if any(batch.geometry(i).dtype != s.shape.dtype for i, s in enumerate(self.sites)):
+            return None
         if lengths == batch.lengths:
             return lease
         if len({*lengths}) > 1 or len({*batch.lengths}) > 1:
@@ -148,6 +150,8 @@ class FunctionalGroup:
                         f"past keys {tuple(dense[0].shape)} and values {tuple(dense[1].shape)} of "
                         f"{site.shape} differ in more than the head size"
                     )
+                # As cat promotes, where a model of another dtype goes on.
+                dense = (dense[0].to(site.shape.dtype), dense[1].to(site.shape.dtype))
                 if site.shape.tokens_first:
                     dense = (dense[0].transpose(1, 2), dense[1].transpose(1, 2))
                 past.append(dense)

@@ -23,6 +23,9 @@ from kvpass.step.functional import FunctionalGroup, check_mask, geometry_of
 from kvpass.step.sizes import CallSizes, NotCounted, has_grown, known_number
 from kvpass.warn import warn_user
 
+PLAIN_CALLS = 4
+"""Calls in a row that the rewritten graph does not describe, after which that is said."""
+
 
 class RewrittenGraph:
     """Callable with the inputs and outputs of the graph before it was rewritten.
@@ -48,6 +51,7 @@ class RewrittenGraph:
         self.config = config
         self._manager_for = manager_for
         self._plain = plain
+        self._plain_calls = 0
         self._functional = [
             BufferGroup(sites) if sites[0].buffer is not None else FunctionalGroup(sites)
             for sites in plan.functional
@@ -56,12 +60,24 @@ class RewrittenGraph:
     def __call__(self, *args: Any) -> Any:
         """Run one step."""
         try:
-            return self._run(*args)
-        except NotCounted:
+            outputs = self._run(*args)
+            self._plain_calls = 0
+            return outputs
+        except NotCounted as reason:
+            self._note_plain_call(str(reason))
             # A window of tokens from elsewhere under a mask of the whole sequence, or tokens that
             # a static buffer gets at positions that are not the next ones.
             buffers = [i for i, arg in enumerate(args) if isinstance(arg, KVHandle)]
             return self._plain(*with_memory(args, [i for i in buffers if args[i].is_buffer]))
+
+    def _note_plain_call(self, reason: str) -> None:
+        """Warn once of a graph that is rewritten in vain; single calls are expected."""
+        self._plain_calls += 1
+        if self._plain_calls == PLAIN_CALLS and reason != _TABLES:
+            warn_user(
+                f"kvpass: the last {PLAIN_CALLS} calls of a rewritten graph ran the model's own "
+                f"attention, which is right, but neither faster nor smaller: {reason}"
+            )
 
     def _run(self, *args: Any) -> Any:
         plan = self.plan
@@ -69,17 +85,22 @@ class RewrittenGraph:
             args = tuple(with_memory(args, plan.dense))
         sizes = CallSizes(plan.symbols, args)
         if any(sizes.of(a) != sizes.of(b) for a, b in plan.assumed):
-            raise NotCounted
+            raise NotCounted("the mask takes the new tokens at another position than the cache")
         for probe in plan.probes:
             end = min(
                 (sizes.of(first) + sizes.of(tokens) for first, tokens in probe.ends), default=0
             )
             if not probe.holds(args, end):
-                raise NotCounted
+                raise NotCounted(
+                    "the mask hides tokens of a window, all of which must be seen"
+                    if probe.all_seen
+                    else "the mask shows positions of a static buffer that hold no token yet, or "
+                    "hides every token from a query"
+                )
         for check in plan.tables:
             if not check.holds(args, sizes):
                 _warn_of_tables()
-                raise NotCounted
+                raise NotCounted(_TABLES)
         rows: list[Tensor] = []
         leases: list[Lease] = []
         with ExitStack() as steps:
@@ -123,6 +144,9 @@ class RewrittenGraph:
                 )
             check_mask(assumed, stored + tokens, sizes)
         return manager.step(batch, tokens, sorted(group.layers))
+
+
+_TABLES = "the blocks of a BlockMask are not those of its mask_mod"
 
 
 @cache

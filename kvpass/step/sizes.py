@@ -13,7 +13,10 @@ from kvpass.errors import CacheStateError
 
 
 class NotCounted(Exception):
-    """The rewritten graph does not describe this call; the graph before rewriting does."""
+    """The rewritten graph does not describe this call; the graph before rewriting does.
+
+    Its text says why, for whoever wonders why such calls are slow.
+    """
 
 
 _numbers: Any = WeakIdKeyDictionary()
@@ -51,10 +54,10 @@ def _first_of(positions: Tensor) -> int:
     """
     numbers = positions.tolist()
     if not numbers:
-        raise NotCounted
+        raise NotCounted("a call writes no tokens to a static buffer")
     first = int(numbers[0])
     if numbers != list(range(first, first + len(numbers))):
-        raise NotCounted
+        raise NotCounted("tokens are written to a static buffer at positions that do not follow")
     return first
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -236,3 +237,20 @@ def test_without_a_cache_nothing_is_rewritten(name: str, inner: str) -> None:
     for report in reports:
         assert len(report.sites) == 2 and report.rewritten == 0
         assert all("no KV cache" in site.reason for site in report.sites)
+
+
+@pytest.mark.parametrize("handles", [True, False])
+def test_a_past_of_a_narrower_dtype_is_promoted_as_cat_does(handles: bool) -> None:
+    plain, _ = build("legacy_tuples")
+    narrow = copy.deepcopy(plain).bfloat16()
+    options = {"inner": "eager", **TINY}
+    compiled = torch.compile(plain, backend="kvpass", options=options)
+    with torch.no_grad():
+        if handles:
+            narrow = torch.compile(narrow, backend="kvpass", options=options)
+        _, past = narrow(ids(40))
+        assert all(type(x) is (KVHandle if handles else Tensor) for layer in past for x in layer)
+        expected, _ = plain(ids(1, 1), tuple((k.clone(), v.clone()) for k, v in past))
+        ours, grown = compiled(ids(1, 1), past)
+    assert grown[0][0].dtype == torch.float32
+    close(ours, expected)
