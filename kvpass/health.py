@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvpass.metrics.page import Page
-from kvpass.metrics.series import thrash_events
 from kvpass.runtime.metrics import Snapshot, ratio
 from kvpass.sizes import format_size
 
@@ -19,7 +18,6 @@ GPU_RATE = (20e9, 50e9)
 """Bytes a second of a healthy link; PCIe 4 x16 to 5 x16."""
 CPU_RATE = 0.25
 """Of the fastest copy of the same process: below it, something holds copies up."""
-BALANCE = (0.9, 1.1)
 LINK_USE = 0.6
 QUEUE_LIMIT = 512
 """Copies in flight at most, of runtime/migrate.py."""
@@ -84,7 +82,6 @@ def judge_manager(history: Sequence[Snapshot]) -> list[Finding]:
     return [
         hit_ratio(first, last),
         migration_rate(first, last),
-        weight_balance(last),
         link_use(first, last),
         queue_depth(history),
         lost_blocks(last),
@@ -126,11 +123,6 @@ def throughput(before: Snapshot, after: Snapshot) -> dict[str, float]:
 def steps_a_second(before: Snapshot, after: Snapshot) -> float | None:
     """Forward passes a second between two snapshots, or None."""
     return ratio(after.counters.steps - before.counters.steps, after.time - before.time)
-
-
-def _thrash(before: Snapshot, after: Snapshot) -> int | None:
-    a, b = thrash_events(before.counters), thrash_events(after.counters)
-    return None if a is None or b is None else b - a
 
 
 def _pressed(snapshot: Snapshot) -> bool:
@@ -192,21 +184,6 @@ def migration_rate(before: Snapshot, after: Snapshot) -> Finding:
     else:
         cause = "the cold tier's disk is slow, or other work holds the cores"
         remedy = "set cold_dir to a faster disk, or leave a core free (torch.set_num_threads)"
-    return Finding(check, value, healthy, "warn", cause, remedy)
-
-
-def weight_balance(after: Snapshot) -> Finding:
-    """Hot share held over fair share, of every sequence."""
-    check, healthy = "weight balance", f"{BALANCE[0]} to {BALANCE[1]}"
-    found = [use.balance for use in after.by_sequence]
-    known = sorted(balance for balance in found if balance is not None)
-    if not known:
-        return Finding(check, "no shares are kept", healthy, "unknown")
-    value = f"{known[0]:.2f} to {known[-1]:.2f} over {len(known)} sequences"
-    if BALANCE[0] <= known[0] and known[-1] <= BALANCE[1]:
-        return Finding(check, value, healthy, "ok")
-    cause = "some sequences hold more of the hot tier than they are due, others less"
-    remedy = "wait for the next windows; if it stays, see qos of their caches, or raise hot"
     return Finding(check, value, healthy, "warn", cause, remedy)
 
 
@@ -302,7 +279,7 @@ def memory_growth(before: Page, after: Page) -> Finding:
 
 
 def slow_down(first: Snapshot, middle: Snapshot, last: Snapshot) -> Finding:
-    """Steps a second that fall while more blocks are read cold or move to and fro."""
+    """Steps a second that fall, and whether more blocks are read cold."""
     check, healthy = "speed", f"at least {SLOWER:.0%} of before"
     earlier, later = steps_a_second(first, middle), steps_a_second(middle, last)
     if not earlier or later is None or middle is first or middle is last:
@@ -311,21 +288,13 @@ def slow_down(first: Snapshot, middle: Snapshot, last: Snapshot) -> Finding:
     if later >= SLOWER * earlier:
         return Finding(check, value, healthy, "ok")
     hits = recent_hit_ratio(first, middle), recent_hit_ratio(middle, last)
-    thrash = _thrash(first, middle), _thrash(middle, last)
     fewer_hits = None not in hits and (hits[1] or 0) < (hits[0] or 0) - 0.02
-    more_thrash = None not in thrash and (thrash[1] or 0) > (thrash[0] or 0)
-    if more_thrash:
-        cause = f"blocks move to and fro ({thrash[0]} -> {thrash[1]} times): the threshold is high"
-        remedy = (
-            f"lower gpu_threshold from {last.threshold:.2f} to {max(0.1, last.threshold - 0.1):.2f}"
-            f", or raise hot above {format_size(last.hot_capacity)}"
-        )
-    elif fewer_hits and _pressed(last):
+    if fewer_hits and _pressed(last):
         cause = f"hot is too small: hits fell from {hits[0]:.0%} to {hits[1]:.0%}"
         remedy = f"raise hot above {format_size(last.hot_capacity)}"
     elif fewer_hits:
         cause = f"too little of each sequence stays hot: hits fell to {hits[1]:.0%}"
-        remedy = "raise resident_ratio, e.g. from 0.2 to 0.3"
+        remedy = "raise resident_tokens, or lower min_frequency"
     elif last.counters.steps == middle.counters.steps:
         cause = "no step ended in the second half: the run is over, or in a long prompt"
         remedy = "take the samples while it decodes"

@@ -17,7 +17,6 @@ from kvpass import health
 from kvpass.errors import MetricsError
 from kvpass.metrics import client
 from kvpass.metrics.page import Page
-from kvpass.metrics.series import thrash_events
 from kvpass.runtime.metrics import Snapshot
 from kvpass.sizes import format_size, parse_seconds
 
@@ -115,7 +114,6 @@ def _numbers(before: Snapshot | None, after: Snapshot) -> Table:
     moved = health.throughput(before, after) if before else {}
     recent = health.recent_hit_ratio(before, after) if before else None
     steps = health.steps_a_second(before, after) if before else None
-    thrash = thrash_events(after.counters)
     cells = [
         ("hit ratio", f"{_percent(after.counters.hit_ratio)} (now {_percent(recent)})"),
         ("steps", f"{after.counters.steps} ({_rate(steps, '/s')})"),
@@ -125,7 +123,7 @@ def _numbers(before: Snapshot | None, after: Snapshot) -> Table:
         ("failed copies", str(after.counters.failed_moves)),
         ("queue", f"{after.queue - after.backlog} in flight, {after.backlog} waiting"),
         ("threshold", f"{after.threshold:.2f}"),
-        ("thrash", "not counted" if thrash is None else str(thrash)),
+        ("sequences", str(after.sequences)),
         ("KV cache", f"{format_size(after.kv_bytes)}, {_hot(after.hot_bytes, after.kv_bytes)} hot"),
     ]
     for left, right in zip(cells[::2], cells[1::2], strict=True):
@@ -135,7 +133,7 @@ def _numbers(before: Snapshot | None, after: Snapshot) -> Table:
 
 def _sequences(after: Snapshot) -> RenderableType:
     table = Table(box=None, pad_edge=False)
-    for name in ("sequence", "tokens", "KV", "hot", "share held", "share due"):
+    for name in ("sequence", "tokens", "KV", "hot"):
         table.add_column(name, justify="right")
     largest = sorted(after.by_sequence, key=lambda use: -use.tokens)
     for use in largest[:MOST_SEQUENCES]:
@@ -144,8 +142,6 @@ def _sequences(after: Snapshot) -> RenderableType:
             str(use.tokens),
             format_size(use.kv_bytes),
             _hot(use.hot_bytes, use.kv_bytes),
-            _percent(use.held_share),
-            _percent(use.fair_share),
         )
     more = len(largest) - MOST_SEQUENCES
     return Group(table, f"and {more} more") if more > 0 else table

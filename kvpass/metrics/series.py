@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from kvpass.runtime.metrics import Counters, Snapshot, TierUse
+from kvpass.runtime.metrics import Snapshot, TierUse
 
 Values = Iterable[tuple[tuple[str, ...], float | None]]
 
@@ -73,11 +73,6 @@ def _both(store: str, load: str) -> Callable[[Snapshot], Values]:
 
 def _count(name: str) -> Callable[[Snapshot], Values]:
     return _one(lambda s: float(getattr(s.counters, name)))
-
-
-def thrash_events(counters: Counters) -> int | None:
-    """Promotions soon after a demotion and the reverse; None where they are not counted."""
-    return getattr(counters, "thrash_events", None)
 
 
 SERIES: tuple[Series, ...] = (
@@ -219,12 +214,5 @@ SERIES: tuple[Series, ...] = (
         "Share of the hot arena in use at which demotion starts, now.",
         (),
         _one(lambda s: s.threshold),
-    ),
-    Series(
-        "kvpass_thrash_events",
-        "counter",
-        "Blocks that went back to the tier they had just left; absent where not counted.",
-        (),
-        _one(lambda s: thrash_events(s.counters)),
     ),
 )

@@ -135,8 +135,6 @@ class SequenceUse:
         tokens: stored, of its longest layer.
         kv_bytes: K and V of them, all layers.
         hot_bytes: those with a copy in the hot tier.
-        fair_share: share of the hot tier that it is due, 0 to 1; None where shares are not kept.
-        held_share: share of the hot tier that it holds, likewise.
     """
 
     batch: int
@@ -144,15 +142,6 @@ class SequenceUse:
     tokens: int
     kv_bytes: int
     hot_bytes: int
-    fair_share: float | None = None
-    held_share: float | None = None
-
-    @property
-    def balance(self) -> float | None:
-        """Held share over fair share; None where either is not known."""
-        if self.fair_share is None or self.held_share is None:
-            return None
-        return ratio(self.held_share, self.fair_share)
 
 
 @dataclass(frozen=True)

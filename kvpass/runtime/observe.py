@@ -87,7 +87,6 @@ def take(manager: Manager, batches: Sequence[Batch]) -> Snapshot:
     sequences = [
         _sequence(batch, sequence, tally) for batch in batches for sequence in range(batch.size)
     ]
-    sequences = _with_shares(manager, sequences)
     mover = manager.mover
     for move in mover.in_flight:
         geometry = move.block.geometry
@@ -143,20 +142,3 @@ def _sequence(batch: Batch, sequence: int, tally: _Tally) -> SequenceUse:
             hot += tokens * geometry.token_bytes if block.hot is not None else 0
             tally.add(block, tokens)
     return SequenceUse(batch.first_row, sequence, max(batch.lengths, default=0), kv, hot)
-
-
-def _with_shares(manager: Manager, sequences: list[SequenceUse]) -> list[SequenceUse]:
-    """The sequences with the hot shares that they are due and hold, where the manager has them."""
-    shares = getattr(manager, "shares", None)
-    if shares is None:
-        return sequences
-    known = {
-        (getattr(batch, "first_row", batch), sequence): (float(share), float(held))
-        for batch, sequence, share, held in shares()
-    }
-    return [
-        use
-        if (pair := known.get((use.batch, use.sequence))) is None
-        else replace(use, fair_share=pair[0], held_share=pair[1])
-        for use in sequences
-    ]

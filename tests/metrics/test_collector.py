@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import math
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from kvpass.metrics import Collector
 from kvpass.metrics.series import SERIES
 from kvpass.runtime import roster
 from kvpass.runtime.manager import Manager
-from kvpass.runtime.metrics import Counters
 from kvpass.runtime.migrate import Move
 from tests.runtime.harness import BLOCK, Driver
 
@@ -28,11 +26,6 @@ from tests.runtime.harness import BLOCK, Driver
 @pytest.fixture(autouse=True)
 def _no_managers_of_other_tests() -> None:
     gc.collect()
-
-
-@dataclass
-class CountersWithThrash(Counters):
-    thrash_events: int = 2
 
 
 def registry() -> CollectorRegistry:
@@ -246,28 +239,11 @@ def test_a_failed_copy_is_counted_and_moves_no_bytes() -> None:
     assert of(driver, "kvpass_migration_seconds_total", "store") == 0
 
 
-def test_weight_balance_is_a_histogram_where_shares_are_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    driver = Driver(size=3)
-    driver.append(8)
-    found = [(driver.batch, s, 0.25, held) for s, held in enumerate((0.2, 0.25, 0.5))]
-    monkeypatch.setattr(Manager, "shares", lambda self: found, raising=False)
-    snapshot = driver.manager.snapshot()
-    assert [use.balance for use in snapshot.by_sequence] == pytest.approx([0.8, 1.0, 2.0])
-    counts = {
-        bound: of(driver, "kvpass_weight_balance_ratio_bucket", bound)
-        for bound in ("0.5", "0.8", "0.9", "1.0", "1.25", "2.0", "+Inf")
-    }
-    assert counts == {"0.5": 0, "0.8": 1, "0.9": 1, "1.0": 2, "1.25": 2, "2.0": 3, "+Inf": 3}
-
-
 def test_names_follow_the_conventions_and_every_series_is_on_the_page() -> None:
     driver = even_driver(heat_interval=4)
     append_zeros(driver, BLOCK)
     for _ in range(4):
         append_zeros(driver, 1)
-    driver.manager.counters = CountersWithThrash(**asdict(driver.manager.counters))
     names = {key[0] for key in page()}
     for series in SERIES:
         assert series.name.startswith("kvpass_") and not series.name.endswith("_total")
