@@ -313,6 +313,23 @@ class TieredCache:
             state.manager.crop(state.batch, length)
             self._lengths[:] = [min(length, stored) for stored in self._lengths]
 
+    def resize(self, hot: int | str | None = None, cold: int | str | None = None) -> None:
+        """Let the tiers hold more or less from now on; what is stored stays.
+
+        Args:
+            hot: size of the hot arena, as ``"64MiB"`` or bytes; None leaves it.
+            cold: size of the cold arena, likewise.
+
+        Raises:
+            ConfigError: not a size, or ``hot`` is more than any device here has.
+            OutOfMemoryError: the other tier has no room for what has to leave this one.
+        """
+        config = self._state.config.merge(hot=hot, cold=cold)
+        check_hot(config.memory.hot)
+        if self._state.manager is not None:
+            self._state.manager.resize(hot, cold)
+        self._state.config = self.kvpass_config = config
+
     def select(self, sequences: list[int]) -> None:
         """Keep these sequences, in this order; repeated ones share full blocks."""
         state = self._state

@@ -50,18 +50,33 @@ class HostLock:
     def __init__(self, device: torch.device) -> None:
         self._lock = threading.RLock()
         self._modes: list[int] = []
+        self._owner: int | None = None
+        self._depth = 0
         self._captures = _has_captures(device)
 
     def __enter__(self) -> HostLock:
         """Lock, then ignore captures of other threads."""
         self._lock.acquire()
+        self._owner = threading.get_ident()
+        self._depth += 1
         if self._captures:
             try:
                 self._modes.append(_exchange(THREAD_LOCAL))
             except BaseException:
-                self._lock.release()
+                self._unlock()
                 raise
         return self
+
+    @property
+    def mine(self) -> bool:
+        """Whether the calling thread holds it."""
+        return self._owner == threading.get_ident()
+
+    def _unlock(self) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner = None
+        self._lock.release()
 
     def __exit__(self, *_: object) -> None:
         """Restore the mode of this thread, then unlock."""
@@ -69,4 +84,4 @@ class HostLock:
             if self._captures:
                 _exchange(self._modes.pop())
         finally:
-            self._lock.release()
+            self._unlock()

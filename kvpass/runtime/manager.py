@@ -25,7 +25,7 @@ import torch
 from kvpass import cpu_ops
 from kvpass.config import Config
 from kvpass.errors import CacheStateError, CapacityError, ShapeError
-from kvpass.runtime import observe, policy, roster
+from kvpass.runtime import observe, policy, pressure, roster
 from kvpass.runtime.batch import Batch, Block
 from kvpass.runtime.capture import HostLock
 from kvpass.runtime.metrics import Counters, Snapshot
@@ -33,8 +33,11 @@ from kvpass.runtime.migrate import copier_for
 from kvpass.runtime.mover import Mover, movable
 from kvpass.runtime.ranges import ranged
 from kvpass.runtime.reserve import Reserver
+from kvpass.runtime.resize import Resizer
 from kvpass.runtime.table import normalize, tables_for
-from kvpass.runtime.tiers import Tiers
+from kvpass.runtime.tiers import Tier, Tiers, check_hot
+from kvpass.sizes import format_size, parse_size
+from kvpass.warn import warn_user
 
 
 class Manager:
@@ -67,12 +70,15 @@ class Manager:
         self._reserver = Reserver(
             self.tiers, self.mover, self.counters, self._batches, config.memory.resident_tokens
         )
+        self._resizer = Resizer(self.tiers, self.mover, _blocks_of(weakref.ref(self)))
         self.before_step: Callable[[Manager, Batch], None] | None = None
         self._lock = HostLock(self.device)
         self._dead: deque[Batch] = deque()
         self._process = os.getpid()
         weakref.finalize(self, _close, self._batches).atexit = False
         self.number = roster.enroll(self)
+        if self.device.type == "cuda":
+            pressure.watch(self.device)
 
     # ---------------------------------------------------------------- batches
 
@@ -182,6 +188,8 @@ class Manager:
             if self.before_step is not None:
                 self.before_step(self, batch)
             self.mover.collect()
+            if self._resizer.pending:
+                self._resizer.go_on()
             self._use_heat(batch, start=False)
             self._reserver.reserve(batch, tokens, layers)
             batch.upload()
@@ -334,6 +342,47 @@ class Manager:
             self._check(batch)
             with torch.autocast("cpu", enabled=False):
                 return cpu_ops.gather(batch, layer, length)
+
+    def resize(self, hot: int | str | None = None, cold: int | str | None = None) -> None:
+        """Let the tiers hold more or less from now on; what is stored stays.
+
+        A tier that becomes smaller gives its slabs back now, as far as no step uses them, and the
+        rest when later steps begin. A larger one takes them as blocks come.
+
+        Args:
+            hot: size of the hot arena, as ``"64MiB"`` or bytes; None leaves it.
+            cold: size of the cold arena, likewise.
+
+        Raises:
+            ConfigError: not a size, or more than the device has.
+            OutOfMemoryError: the other tier has no room for what has to leave; this one stays as
+                it was.
+        """
+        given: dict[Tier, int | str | None] = {"hot": hot, "cold": cold}
+        sizes = {tier: parse_size(size) for tier, size in given.items() if size is not None}
+        check_hot(sizes.get("hot", "auto"), self.device)
+        with self._lock:
+            self._bury()
+            self._resizer.resize_all(sizes)
+
+    def relieve(self, size: int) -> None:
+        """Give ``size`` bytes of the device back for other code: the hot tier becomes smaller.
+
+        What a step still uses follows when later steps begin. Does nothing inside the manager's own
+        code: a tier that finds no memory takes what there is.
+        """
+        if self._lock.mine:
+            return
+        with self._lock:
+            before = self.tiers.hot.capacity
+            self._resizer.relieve(size)
+            after = self.tiers.hot.capacity
+        if after < before:
+            warn_user(
+                f"{self.device} ran out of memory: the hot tier gives {format_size(size)} back to "
+                f"other code and holds {format_size(after)} from now on; lower hot, or call "
+                "resize() when there is memory again"
+            )
 
     def settle(self) -> None:
         """Wait for all copies in flight and account for them; for tests and measurements."""

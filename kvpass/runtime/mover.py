@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -152,14 +153,19 @@ class Mover:
 
     def settle(self) -> None:
         """Wait for all copies in flight and account for them."""
-        while self._moves:
-            for move in self._moves:
+        while True:
+            before = list(self._moves)
+            for move in before:
                 move.wait()
-            before = len(self._moves)
             self.collect()
             self.write_through(())
-            if len(self._moves) == before:
-                return  # their owners are in a step
+            if self._moves:
+                if self._moves == before:
+                    return  # their owners are in a step
+            elif self._backlog and self.copier.depth():
+                time.sleep(5e-4)  # the queue was full, and is not known to be empty yet
+            else:
+                return
 
     # ---------------------------------------------------------- demotion, heat
 
@@ -231,6 +237,13 @@ class Mover:
                 self._backlog.append(block)
                 return slot
         return None
+
+    def forget_cold(self, block: Block) -> None:
+        """Give up the cold copy of a block that is hot too, until there is room again."""
+        slot, block.cold = block.cold, None
+        assert slot is not None and block.hot is not None
+        self.tiers.free(slot, events_of(block))
+        self._backlog.append(block)
 
     def make_mutable(self, block: Block) -> None:
         """A block that was full and was cropped: its cold copy would go stale."""

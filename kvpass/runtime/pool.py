@@ -48,6 +48,11 @@ class Budget:
         """Bytes of slabs above the capacity, to be given back."""
         return max(0, self.taken - self.capacity)
 
+    @property
+    def crowded(self) -> bool:
+        """More is in use, or taken, than the capacity allows since it was lowered."""
+        return self.used > self.capacity or self.taken > self.capacity
+
     def reclaim(self) -> None:
         """Give back emptied slabs, of whichever arena, that no stream uses any more."""
         for slab in list(self.emptied):
@@ -89,9 +94,10 @@ class Slab:
         raw: uint8 ``[size]``.
         slots: all its slots.
         free: those not in use, the one with the lowest address last.
+        closed: hands out no more slots, so that it can be given back once those in use are free.
     """
 
-    __slots__ = ("arena", "free", "raw", "size", "slots")
+    __slots__ = ("arena", "closed", "free", "raw", "size", "slots")
 
     def __init__(self, arena: Arena, raw: torch.Tensor, size: int, count: int) -> None:
         self.arena = arena
@@ -99,6 +105,7 @@ class Slab:
         self.size = size
         self.slots = [Slot(arena, self, i) for i in range(count)]
         self.free = self.slots[::-1]
+        self.closed = False
 
     @property
     def empty(self) -> bool:
@@ -143,8 +150,14 @@ class Arena:
         if self.budget.used + self.slot_bytes > self.budget.capacity:
             return None
         slab = next(iter(self._open), None) or self._grow()
-        if slab is None:
-            return None
+        return None if slab is None else self._take(slab)
+
+    def spare(self) -> Slot | None:
+        """A slot of a slab that is not closed, for the bytes of one that is; grows nothing."""
+        slab = next(iter(self._open), None)
+        return None if slab is None else self._take(slab)
+
+    def _take(self, slab: Slab) -> Slot:
         self.budget.used += self.slot_bytes
         self.free_slots -= 1
         slot = slab.free.pop()
@@ -163,21 +176,44 @@ class Arena:
         """Take a slot back; gives a slab back when it is empty and others have room."""
         slab = slot.slab
         bisect.insort(slab.free, slot)
-        self.free_slots += 1
-        self._open[slab] = None
+        if not slab.closed:
+            self.free_slots += 1
+            self._open[slab] = None
         self.budget.used -= self.slot_bytes
         if slab.empty:
             self.budget.emptied[slab] = None
             self.budget.reclaim()
 
+    def close(self, slab: Slab) -> None:
+        """Hand out no more slots of a slab; it is given back once those in use are free."""
+        if slab.closed:
+            return
+        slab.closed = True
+        if slab.free:
+            del self._open[slab]
+            self.free_slots -= len(slab.free)
+        if slab.empty:
+            self.budget.emptied[slab] = None
+
+    def reopen(self) -> None:
+        """Hand out slots of closed slabs again."""
+        for slab in self.slabs:
+            if slab.closed:
+                slab.closed = False
+                self.free_slots += len(slab.free)
+                if slab.free:
+                    self._open[slab] = None
+
     def give_back(self, slab: Slab) -> None:
         """Return the memory of an empty slab, unless it is the last room or a stream uses it."""
         assert slab.empty, "a slab with slots in use"
-        needed = len(self._open) < 2 and not self.budget.excess
+        needed = len(self._open) < 2 and not slab.closed and not self.budget.excess
         if needed or not all(event.query() for slot in slab.slots for event in slot.fences):
             return
-        del self.slabs[slab], self._open[slab], self.budget.emptied[slab]
-        self.free_slots -= len(slab.slots)
+        del self.slabs[slab], self.budget.emptied[slab]
+        if not slab.closed:
+            del self._open[slab]
+            self.free_slots -= len(slab.slots)
         self.budget.taken -= slab.size
         slab.drop()
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -47,6 +47,8 @@ def check_hot(hot: int | str, device: torch.device | None = None) -> None:
         )
 
 
+Tier = Literal["hot", "cold"]
+
 POISON = 0xFF
 """Byte that freed slots are filled with in poison mode: NaN in every supported dtype."""
 
@@ -81,6 +83,14 @@ class Tiers:
     def sizes(self) -> list[int]:
         """Block sizes in bytes that have arenas."""
         return list(self._arenas)
+
+    def budget(self, tier: Tier) -> Budget:
+        """What a tier may hold, and holds."""
+        return self.hot if tier == "hot" else self.cold
+
+    def arenas(self, tier: Tier) -> list[Arena]:
+        """The arenas of a tier, one a block size."""
+        return [pair[tier == "cold"] for pair in self._arenas.values()]
 
     def _pair(self, geometry: BlockGeometry) -> tuple[Arena, Arena]:
         size = geometry.block_bytes
