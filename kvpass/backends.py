@@ -22,7 +22,7 @@ import kvpass.source_ops  # noqa: F401  # likewise
 from kvpass.config import Config
 from kvpass.graph.find import find_sites
 from kvpass.graph.flex import erase_unused, spell_out
-from kvpass.graph.inputs import give_memory
+from kvpass.graph.inputs import follow_writes, give_memory
 from kvpass.graph.kv import is_update
 from kvpass.graph.legality import graph_refusal
 from kvpass.graph.plan import Plan
@@ -72,6 +72,7 @@ def backend(
             "mode"
         )
     graph = _copy(gm)  # Dynamo still reads the graph it gave
+    follow_writes(graph)
     result = find_sites(graph, spell_out(graph, gm), gm)
     refusal = graph_refusal(gm) if result.sites else None
     report = report_graph(graph, result, refusal)

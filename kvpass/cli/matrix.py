@@ -109,7 +109,8 @@ def run_cell(cell: Cell, steps: int, inner: str = "eager") -> Result:
         inputs = model_inputs(architecture, model)
         plain: Cache = "static" if cell.cache == "static" else "dynamic"
         # transformers compiles flex_attention by itself otherwise.
-        with torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
             expected = decode(model, make_cache(architecture, model, plain, limit), inputs, steps)
     except Exception as error:  # whatever transformers raises is the answer for this cell
         raise UnsupportedError(

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from kvpass.graph.anchors import called_attentions, is_anchor
 from kvpass.graph.combine import read_mask
 from kvpass.graph.entry import EntryValues
 from kvpass.graph.flex import FlexCall, is_flex, match_flex
@@ -37,8 +38,6 @@ from kvpass.graph.operands import (
 from kvpass.graph.probe import Probe, probe_of
 from kvpass.graph.score import (
     Chain,
-    is_softmax,
-    looks_like_attention,
     match_sdpa,
     match_softmax,
 )
@@ -94,27 +93,6 @@ def find_sites(
     return _Finder(gm, flex or {}, owner).run()
 
 
-def _is_anchor(node: fx.Node, live: set[fx.Node]) -> bool:
-    if op_name(node) == "scaled_dot_product_attention" or is_flex(node):
-        return True
-    return is_softmax(node) and looks_like_attention(node, live)
-
-
-def _called_attentions(node: fx.Node, owner: torch.nn.Module | None) -> int:
-    """Attentions in the graphs that a higher-order operator runs."""
-    if owner is None or not isinstance(node.target, torch._ops.HigherOrderOperator):
-        return 0
-    count = 0
-    for argument in node.all_input_nodes:
-        called = getattr(owner, str(argument.target), None) if argument.op == "get_attr" else None
-        if isinstance(called, fx.GraphModule):
-            live = live_nodes(called.graph)
-            for inner in called.graph.nodes:
-                if inner in live:
-                    count += _is_anchor(inner, live) or _called_attentions(inner, called)
-    return count
-
-
 class _Finder:
     def __init__(
         self,
@@ -142,10 +120,10 @@ class _Finder:
             opaque = self._opaque(node)
             if opaque is not None:
                 self._refuse(node, opaque)
-            elif _is_anchor(node, self.live):
+            elif is_anchor(node, self.live):
                 self._try(node)
             else:
-                for _ in range(_called_attentions(node, self.owner)):
+                for _ in range(called_attentions(node, self.owner)):
                     self._refuse(
                         node,
                         f"it is in a graph of its own that {node.target} runs, as "

@@ -10,7 +10,7 @@ from torch import fx
 
 from kvpass.graph.emit import example
 from kvpass.graph.kv import is_handle
-from kvpass.graph.walk import is_written, scalar_of, writes_to
+from kvpass.graph.walk import is_written, op_name, scalar_of, writes_to
 from kvpass.runtime.table import MAX_LAYERS
 
 
@@ -24,6 +24,21 @@ def give_memory(graph: fx.Graph) -> list[fx.Node]:
                 tuple(like.shape), dtype=like.dtype, device=like.device
             )
     return found
+
+
+def follow_writes(graph: fx.Graph) -> None:
+    """What ``buffer.index_copy_(...)`` returns is the buffer itself: whoever reads it, reads that.
+
+    Changes the graph, not what it computes.
+    """
+    for node in graph.nodes:
+        if op_name(node).removeprefix("function ").removesuffix(".default") in _RETURN_SELF:
+            written = node.args[0] if node.args else None
+            if isinstance(written, fx.Node):
+                node.replace_all_uses_with(written)
+
+
+_RETURN_SELF = ("index_copy_", "index_put_")
 
 
 class Rows:

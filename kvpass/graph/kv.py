@@ -58,6 +58,13 @@ def find_source(keys: Operand, values: Operand, live: set[fx.Node]) -> CacheSour
     if (joined or read) and keys.tokens_first != values.tokens_first:
         raise NoSource("keys and values lie in different orders of heads and tokens")
     if joined:
+        for base, what in ((k, "keys"), (v, "values")):
+            past = _past_part(base)
+            if past is not None and is_cast(past) and _is_cache(base):
+                raise NoSource(
+                    f"the past {what} are cast by {describe(past)} before new ones are added: keep "
+                    "the cache in the dtype of the new tokens"
+                )
         return _functional(k, v, live, keys.tokens_first)
     if read:
         return _read(k, v, keys.tokens_first)
@@ -329,10 +336,10 @@ def _in_buffer(source: CacheSource, mask: MaskSpec) -> MaskSpec:
 
 # fmt: off
 _REARRANGING = frozenset((
-    "add", "bfloat16", "cat", "chunk", "contiguous", "double", "expand", "flatten", "float",
-    "getitem", "half", "index_select", "mul", "narrow", "neg", "permute", "repeat",
-    "repeat_interleave", "reshape", "roll", "select", "split", "squeeze", "to", "transpose", "type",
-    "type_as", "unflatten", "unsqueeze", "view",
+    "add", "bfloat16", "cat", "chunk", "contiguous", "div", "double", "expand", "flatten", "float",
+    "function normalize", "getitem", "half", "index_select", "mul", "narrow", "neg", "permute",
+    "repeat", "repeat_interleave", "reshape", "roll", "select", "split", "squeeze", "to",
+    "transpose", "type", "type_as", "unflatten", "unsqueeze", "view",
 ))
 # fmt: on
 
@@ -400,17 +407,22 @@ def _writes(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+def _past_part(node: fx.Node) -> fx.Node | None:
+    """The first of the two tensors that a ``cat`` of tokens joins."""
+    bound = (bind(node, "tensors", "dim") or {}) if op_name(node) == "cat" else {}
+    parts = bound.get("tensors")
+    if not isinstance(parts, (list, tuple)) or len(parts) != 2 or bound.get("dim") in (-1, 3):
+        return None
+    return parts[0] if isinstance(parts[0], fx.Node) else None
+
+
 def _is_cache(node: fx.Node) -> bool:
     """A TieredCache result, or ``cat(past, new)`` with a past as functional caches have it."""
     if _update_of(node) is not None:
         return True
-    if op_name(node) != "cat":
-        return False
-    bound = bind(node, "tensors", "dim") or {}
-    parts = bound.get("tensors")
-    if not isinstance(parts, (list, tuple)) or len(parts) != 2 or bound.get("dim") in (-1, 3):
-        return False
-    first = parts[0]
-    if not isinstance(first, fx.Node):
+    first = _past_part(node)
+    while first is not None and is_cast(first):
+        first = first.args[0] if isinstance(first.args[0], fx.Node) else None
+    if first is None:
         return False
     return _is_past(first) or _is_empty(first, 2) or _is_empty(first, 1)

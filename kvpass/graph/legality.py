@@ -20,6 +20,9 @@ MAX_LATENT_DIM, MAX_ROTARY_DIM = 512, 128
 
 def site_refusal(site: AttentionSite) -> str | None:
     """Why a matched site cannot be rewritten, or None if it can."""
+    promoted = _promotion(site)
+    if promoted is not None:
+        return promoted
     if site.latent is not None:
         return _latent_refusal(site, site.latent)
     query, keys, values = (
@@ -68,6 +71,19 @@ def site_refusal(site: AttentionSite) -> str | None:
     folded = (query.shape[0] * heads, *expected[2:])
     if not same_shape(output.shape, expected) and not same_shape(output.shape, folded):
         return f"the output {tuple(output.shape)} is not {tuple(expected)}"
+    return None
+
+
+def _promotion(site: AttentionSite) -> str | None:
+    """New tokens are stored as they come: nothing may widen them on their way into the cache."""
+    source = site.source
+    for what, new, whole in (
+        ("keys", source.k_new, source.keys),
+        ("values", source.v_new, source.values),
+    ):
+        a, b = tensor_of(new), tensor_of(whole)
+        if a is not None and b is not None and a.dtype != b.dtype:
+            return f"new {what} are {a.dtype}, the cache {b.dtype}: give both one dtype"
     return None
 
 

@@ -75,6 +75,10 @@ def looks_like_attention(softmax: fx.Node, live: set[fx.Node]) -> bool:
     return isinstance(source, fx.Node) and from_product(source) and _to_product(softmax, live)
 
 
+_BETWEEN = ("add", "contiguous", "div", "dropout", "getitem", "mul", "reshape", "sub", "view")
+"""What may stand between a softmax and its product; that is then refused, but not overlooked."""
+
+
 def _to_product(node: fx.Node, live: set[fx.Node]) -> bool:
     stack, seen = [node], {node}
     while stack and len(seen) < _SEARCH_LIMIT:
@@ -83,9 +87,7 @@ def _to_product(node: fx.Node, live: set[fx.Node]) -> bool:
                 continue
             if op_name(user) in PRODUCTS:
                 return True
-            if op_name(user) in ("dropout", "getitem", "contiguous", "mul", "view", "reshape") or (
-                is_cast(user)
-            ):
+            if op_name(user) in _BETWEEN or (is_cast(user)):
                 seen.add(user)
                 stack.append(user)
     return False

@@ -167,7 +167,10 @@ class StaticReader:
             return None
         write = writes[0]
         if len(writes) > 1:
-            raise NotMatched(f"the buffer {node.name} is written {len(writes)} times in the graph")
+            raise NotMatched(
+                f"the buffer {node.name}, or what shares its memory, is written {len(writes)} "
+                "times in the graph"
+            )
         if root_of(write.args[0]) is not node:
             raise NotMatched(f"{write.name} writes to a view of the buffer {node.name}")
         if op_name(write) == "copy_":

@@ -52,6 +52,7 @@ class RewrittenGraph:
         self._manager_for = manager_for
         self._plain = plain
         self._plain_calls = 0
+        self._warned = False
         self._functional = [
             BufferGroup(sites) if sites[0].buffer is not None else FunctionalGroup(sites)
             for sites in plan.functional
@@ -73,7 +74,8 @@ class RewrittenGraph:
     def _note_plain_call(self, reason: str) -> None:
         """Warn once of a graph that is rewritten in vain; single calls are expected."""
         self._plain_calls += 1
-        if self._plain_calls == PLAIN_CALLS and reason != _TABLES:
+        if self._plain_calls == PLAIN_CALLS and reason != _TABLES and not self._warned:
+            self._warned = True
             warn_user(
                 f"kvpass: the last {PLAIN_CALLS} calls of a rewritten graph ran the model's own "
                 f"attention, which is right, but neither faster nor smaller: {reason}"
