@@ -410,11 +410,10 @@ def check(spec: Spec) -> bool:
 
 @pytest.fixture(autouse=True)
 def _quick_compilation() -> Iterator[None]:
-    """No two modules are alike: a sixth of the time goes into keys that are never found again."""
+    """Garbage of one test is not searched for again and again by those behind it."""
     gc.collect()
     gc.freeze()
-    with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
-        yield
+    yield
     gc.unfreeze()
     torch._dynamo.reset()
 
