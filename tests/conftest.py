@@ -33,9 +33,6 @@ gc.set_threshold(200_000, 100, 1000)
 if hasattr(torch._dynamo.guards, "profile_guard_manager"):
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
-# Every test compiles something new: keys of a cache that hits next to nothing cost a sixth.
-torch._dynamo.config.fake_tensor_cache_enabled = False
-
 # No deadline: the first example may compile. Derandomized: a failure repeats on every machine.
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ci")
