@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import kvpass
 from kvpass.errors import ConfigError, KVPassWarning
@@ -41,13 +42,17 @@ def test_a_warning_of_a_compiled_model_does_too():
 
 def test_hot_larger_than_all_memory_is_refused():
     model = tiny("llama")
-    compile_with(model)
+    size = total_memory(torch.device("cpu")) + 1
+    compile_with(model, hot=size)
     ids, _ = prompt(1, 5)
-    cache = kvpass.TieredCache(model.config, 64, hot=total_memory(torch.device("cpu")) + 1)
-    total = format_size(total_memory(torch.device("cpu")))
-    words = f"more than the {total} of memory of cpu"
+    words = f"more than the {format_size(size - 1)} of memory of cpu"
     with torch.no_grad(), pytest.raises(ConfigError, match=words):
-        model(ids, past_key_values=cache)
+        model(ids, past_key_values=DynamicCache(config=model.config))
+    # Of a TieredCache it is known when it is made, unless a GPU has as much.
+    with torch.no_grad(), pytest.raises(ConfigError, match=words):
+        model(ids, past_key_values=kvpass.TieredCache(model.config, 64, hot=size))
+    with pytest.raises(ConfigError, match="hot = 900 TiB is more than the .* of memory of"):
+        kvpass.TieredCache(model.config, 64, hot="900TiB")
 
 
 @pytest.mark.parametrize(
