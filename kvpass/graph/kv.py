@@ -58,13 +58,6 @@ def find_source(keys: Operand, values: Operand, live: set[fx.Node]) -> CacheSour
     if (joined or read) and keys.tokens_first != values.tokens_first:
         raise NoSource("keys and values lie in different orders of heads and tokens")
     if joined:
-        for base, what in ((k, "keys"), (v, "values")):
-            past = _past_part(base)
-            if past is not None and is_cast(past) and _is_cache(base):
-                raise NoSource(
-                    f"the past {what} are cast by {describe(past)} before new ones are added: keep "
-                    "the cache in the dtype of the new tokens"
-                )
         return _functional(k, v, live, keys.tokens_first)
     if read:
         return _read(k, v, keys.tokens_first)
@@ -170,6 +163,12 @@ def _is_past(node: fx.Node) -> bool:
     return node.op == "placeholder" and tensor_of(node) is not None
 
 
+def _uncast(node: fx.Node) -> fx.Node:
+    while is_cast(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
 def _is_empty(node: fx.Node, axis: int) -> bool:
     """An empty tensor made in the graph: ``torch.tensor([])`` or size zero on the token axis."""
     if op_name(node) not in ("tensor", "empty", "zeros", "new_empty", "new_zeros"):
@@ -185,6 +184,12 @@ def _is_empty(node: fx.Node, axis: int) -> bool:
 def _functional(k: fx.Node, v: fx.Node, live: set[fx.Node], tokens_first: bool) -> CacheSource:
     axis = tokens_axis(tokens_first)
     (past_k, new_k), (past_v, new_v) = _cat_parts(k, axis), _cat_parts(v, axis)
+    for past, what in ((past_k, "keys"), (past_v, "values")):
+        if is_cast(past) and _is_past(_uncast(past)):
+            raise NoSource(
+                f"the past {what} are cast by {describe(past)} before new ones are added: keep the "
+                "cache in the dtype of the new tokens"
+            )
     stored_k, keep = _stored(k, axis)
     stored_v, keep_v = _stored(v, axis)
     if keep != keep_v:
@@ -407,22 +412,17 @@ def _writes(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _past_part(node: fx.Node) -> fx.Node | None:
-    """The first of the two tensors that a ``cat`` of tokens joins."""
-    bound = (bind(node, "tensors", "dim") or {}) if op_name(node) == "cat" else {}
-    parts = bound.get("tensors")
-    if not isinstance(parts, (list, tuple)) or len(parts) != 2 or bound.get("dim") in (-1, 3):
-        return None
-    return parts[0] if isinstance(parts[0], fx.Node) else None
-
-
 def _is_cache(node: fx.Node) -> bool:
     """A TieredCache result, or ``cat(past, new)`` with a past as functional caches have it."""
     if _update_of(node) is not None:
         return True
-    first = _past_part(node)
-    while first is not None and is_cast(first):
-        first = first.args[0] if isinstance(first.args[0], fx.Node) else None
-    if first is None:
+    if op_name(node) != "cat":
         return False
+    bound = bind(node, "tensors", "dim") or {}
+    parts = bound.get("tensors")
+    if not isinstance(parts, (list, tuple)) or len(parts) != 2 or bound.get("dim") in (-1, 3):
+        return False
+    if not isinstance(parts[0], fx.Node):
+        return False
+    first = _uncast(parts[0])
     return _is_past(first) or _is_empty(first, 2) or _is_empty(first, 1)
