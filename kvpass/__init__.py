@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from kvpass.config import Config
     from kvpass.explanation import Explanation, explain
     from kvpass.metrics import serve_metrics
+    from kvpass.runtime.manager import Manager
 
 __all__ = [
     "Config",
     "Explanation",
+    "Manager",
     "TieredCache",
     "__version__",
     "backend",
@@ -34,6 +36,7 @@ _HOMES = {
     "Explanation": "kvpass.explanation",
     "release_buffers": "kvpass.buffers",
     "serve_metrics": "kvpass.metrics",
+    "Manager": "kvpass.runtime.manager",
 }
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 import kvpass.latent_ops  # defines ops that graphs call
 import kvpass.ops  # likewise
 import kvpass.source_ops  # noqa: F401  # likewise
-from kvpass.config import Config
+from kvpass.config import Config, option_names
 from kvpass.errors import (
     CacheStateError,
     CapacityError,
@@ -41,11 +41,13 @@ KNOWN_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 class TieredState:
     """What a TieredCache's handle stands for: its manager and its batch, made on first use."""
 
-    def __init__(self, config: Config, layers: int, max_tokens: int) -> None:
+    def __init__(
+        self, config: Config, layers: int, max_tokens: int, manager: Manager | None = None
+    ) -> None:
         self.config = config
         self.layers = layers
         self.max_tokens = max_tokens
-        self.manager: Manager | None = None
+        self.manager = manager
         self.batch: Batch | None = None
         self._finalizer: Any = None
         self._lock = threading.Lock()
@@ -71,7 +73,9 @@ class TieredState:
                     "DynamicCache, or put all layers on one device"
                 )
             if self.batch is None:
-                self.batch = self.manager.new_batch(size, self.layers, self.max_tokens)
+                self.batch = self.manager.new_batch(
+                    size, self.layers, self.max_tokens, self.config.fairness
+                )
                 self._finalizer = self.manager.lease(self, self.batch)
                 block = max(geometry.block_bytes for geometry in geometries.values())
                 warn_of_small_hot(self.manager.tiers.hot.capacity, size * self.layers * block)
@@ -157,11 +161,14 @@ class TieredCache:
         max_tokens: tokens a sequence can hold at most.
         hot: size of the hot arena, ``"64MiB"``, bytes, or ``"auto"``.
         cold: size of the cold tier, likewise.
-        **options: any other key of :class:`kvpass.Config`, e.g. ``resident_tokens=256``.
+        manager: whose arenas the cache shares with others; None: its own. The tiers are then as
+            the manager was configured, and only options of fairness are given here.
+        **options: any other key of :class:`kvpass.Config`, e.g. ``resident_tokens=256`` or
+            ``qos=0.9``.
 
     Raises:
         ConfigError: an option is unknown or out of range, ``max_tokens`` is not a positive integer,
-            or ``hot`` is more than any device here has.
+            ``hot`` is more than any device here has, or an option is one of the given manager's.
         UnsupportedError: the model has layers that keep other state than keys and values.
     """
 
@@ -179,6 +186,8 @@ class TieredCache:
         max_tokens: int,
         hot: int | str | None = None,
         cold: int | str | None = None,
+        *,
+        manager: Manager | None = None,
         **options: Any,
     ) -> None:
         given = {"hot": hot, "cold": cold}
@@ -206,12 +215,12 @@ class TieredCache:
                 f"inner = {options['inner']!r}: a cache compiles nothing; give it to the backend, "
                 'options={"inner": ...}'
             )
-        self.kvpass_config = Config.load(**options)
+        self.kvpass_config = _configuration(options, manager)
         check_hot(self.kvpass_config.memory.hot)
         self.block_size: int = self.kvpass_config.memory.block_size
         self.max_tokens = max_tokens
         self._lengths = [0] * layers
-        self._state = TieredState(self.kvpass_config, layers, max_tokens)
+        self._state = TieredState(self.kvpass_config, layers, max_tokens, manager)
         self._handle = directory.enroll(self._state)
 
     def update(
@@ -392,6 +401,25 @@ class TieredCache:
             f"{type(self).__name__}(tokens={self._lengths[0]}, max_tokens={self.max_tokens}, "
             f"layers={len(self._lengths)}, hot={self.kvpass_config.memory.hot!r})"
         )
+
+
+def _configuration(options: dict[str, Any], manager: Manager | None) -> Config:
+    """The configuration of a cache.
+
+    Raises:
+        ConfigError: an option is unknown or out of range, or not the cache's to give.
+    """
+    if manager is None:
+        return Config.load(**options)
+    if not isinstance(manager, Manager):
+        raise ConfigError(f"manager={manager!r}: make one with kvpass.Manager(hot=...)")
+    for name in sorted(option_names(options)):
+        if not name.startswith("fairness."):
+            raise ConfigError(
+                f"{name} beside manager=: all caches of a manager share its tiers; give it to "
+                "kvpass.Manager(...)"
+            )
+    return manager.config.merge(**options)
 
 
 def _is_transformers(config: Any) -> bool:

@@ -12,6 +12,7 @@ import difflib
 import math
 import operator
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 
 from kvpass.errors import ConfigError
 from kvpass.sizes import parse_size
@@ -97,6 +98,18 @@ def _size_or_auto(value: object) -> int | str:
         raise ValueError(f"{error}, or 'auto'") from None
 
 
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def _duration(value: object) -> float | None:
+    if value is None or isinstance(value, float):
+        return value
+    match = re.fullmatch(r"([\d.]+)\s*([a-z]*)", value.strip()) if isinstance(value, str) else None
+    if match is None or match[2] not in _SECONDS:
+        raise ValueError("write a duration as '20ms', '0.1s' or '150us'")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
 def _writable_directory(value: object) -> Path | None:
     if value is None:
         return None
@@ -135,6 +148,7 @@ BlockSize = Annotated[int, BeforeValidator(lambda value: _multiple_of_32(_intege
 Size = Annotated[int, BeforeValidator(_size)]
 SizeOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_size_or_auto)]
 Directory = Annotated[Path | None, BeforeValidator(_writable_directory)]
+DurationOrNone = Annotated[float | None, PlainValidator(_duration)]
 Inner = Annotated[Literal["auto", "inductor", "aot_eager", "eager"], BeforeValidator(_word)]
 
 
@@ -178,6 +192,27 @@ class MemoryConfig(BaseModel):
     )
 
 
+class FairnessConfig(BaseModel):
+    """Options of the shares that sequences have of hot blocks and of the link."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    qos: Number = Field(
+        0.5, ge=0, le=1, description="Service quality of a cache's sequences, 0 to 1."
+    )
+    latency_weight: Number = Field(
+        0.7, ge=0, le=1, description="Weight of service quality over latency in a share."
+    )
+    token_weight: Number = Field(
+        0.3, ge=0, le=1, description="Weight of tokens over the blocks held in a share."
+    )
+    latency_target: DurationOrNone = Field(
+        None,
+        description="Time of a decode step that a cache's sequences are to reach, as '20ms'; unset "
+        "leaves their service quality at qos.",
+    )
+
+
 class Config(BaseModel):
     """Every option of kvpass.
 
@@ -193,6 +228,7 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
+    fairness: FairnessConfig = Field(default_factory=FairnessConfig)
     inner: Inner = Field(
         "auto",
         description="Compiler of the rest of the graph: inductor, aot_eager, eager, or auto "
@@ -244,7 +280,7 @@ class Config(BaseModel):
         } | {"inner": self.inner}
 
 
-GROUPS: dict[str, type[BaseModel]] = {"memory": MemoryConfig}
+GROUPS: dict[str, type[BaseModel]] = {"memory": MemoryConfig, "fairness": FairnessConfig}
 OPTIONS: tuple[str, ...] = (
     *(f"{group}.{name}" for group, model in GROUPS.items() for name in model.model_fields),
     "inner",
@@ -271,6 +307,15 @@ def _flatten(options: Mapping[str, Any]) -> dict[str, Written]:
             )
         flat[option] = written
     return flat
+
+
+def option_names(options: Mapping[str, Any]) -> set[str]:
+    """Full names, ``{"memory.hot"}``, of options that are given, whichever way they are written.
+
+    Raises:
+        ConfigError: one is unknown or given twice.
+    """
+    return set(_given(options))
 
 
 def _assignment(written: Written) -> str:

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvpass.config import FairnessConfig
 from kvpass.errors import ShapeError
 from kvpass.runtime import directory
 from kvpass.runtime.geometry import BlockGeometry
 from kvpass.runtime.pool import Slot
+from kvpass.runtime.service import Service
 from kvpass.runtime.table import MAX_LAYERS, RowTables
 
 STAGING_BUFFERS = 4
@@ -91,10 +93,17 @@ class Batch:
         active: thread that is in a step of this batch, or None.
         steps: layers of the step it is in, and of the steps nested in that.
         event: CUDA event after the last step, or None.
+        service: what its sequences are promised, and their weight.
     """
 
     def __init__(
-        self, tables: RowTables, size: int, layers: int, block_size: int, tokens: int
+        self,
+        tables: RowTables,
+        size: int,
+        layers: int,
+        block_size: int,
+        tokens: int,
+        fairness: FairnessConfig | None = None,
     ) -> None:
         if layers > MAX_LAYERS:
             raise ShapeError(f"{layers} layers with a KV cache; at most {MAX_LAYERS} are supported")
@@ -109,6 +118,7 @@ class Batch:
         self.active: int | None = None
         self.steps: list[frozenset[int]] = []
         self.event: Any = None
+        self.service = Service(fairness or FairnessConfig())
         self.tokens_since_heat = 0
         self.released = False
         self._row_list = tables.take(layers * size)
@@ -255,6 +265,12 @@ class Batch:
         row = self.blocks[layer][sequence]
         block.owners.append((self, layer, sequence, len(row)))
         row.append(block)
+
+    @property
+    def fill(self) -> float:
+        """Tokens stored over the capacity of the blocks held, 0 to 1; 1 where there are none."""
+        held = sum(len(row) for layer in self.blocks for row in layer) * self.block_size
+        return sum(self.lengths) * self.size / held if held else 1.0
 
     def release_rows(self) -> None:
         """Give the table rows back; the batch can not be used any more."""

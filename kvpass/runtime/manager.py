@@ -14,17 +14,19 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 
 from kvpass import cpu_ops
-from kvpass.config import Config
-from kvpass.errors import CacheStateError, CapacityError, ShapeError
+from kvpass.config import Config, FairnessConfig
+from kvpass.errors import CacheStateError, CapacityError, ConfigError, ShapeError
 from kvpass.runtime import observe, policy, pressure, roster
 from kvpass.runtime.batch import Batch, Block
 from kvpass.runtime.capture import HostLock
@@ -41,11 +43,18 @@ from kvpass.warn import warn_user
 
 
 class Manager:
-    """Tiers, blocks and migration of the caches made with one configuration on one device.
+    """Tiers, blocks and migration of the caches that share one hot and one cold arena.
+
+    A :class:`kvpass.TieredCache` makes its own, or is given one that several share; those compete
+    for hot blocks and for the link by their weights.
 
     Args:
-        config: sizes and thresholds.
-        device: where attention is computed.
+        config: every option; None: those given by name, the environment and the defaults.
+        device: where attention is computed; None: the current GPU, or the CPU where there is none.
+        **options: keys of :class:`kvpass.Config`, e.g. ``hot="16GiB"``; not beside ``config``.
+
+    Raises:
+        ConfigError: an option is unknown or out of range, or given beside ``config``.
 
     Attributes:
         before_step: called with the manager and the batch when a step begins, before blocks are
@@ -53,9 +62,19 @@ class Manager:
         number: of this manager, never used twice in a process; names it in metrics.
     """
 
-    def __init__(self, config: Config, device: torch.device | str) -> None:
-        self.config = config
-        self.device = normalize(device)
+    def __init__(
+        self,
+        config: Config | None = None,
+        device: torch.device | str | None = None,
+        **options: Any,
+    ) -> None:
+        if config is not None and options:
+            raise ConfigError(
+                f"{', '.join(options)} beside a config: give them to the config, or no config"
+            )
+        self.config = config if config is not None else Config.load(**options)
+        self.device = normalize(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        config = self.config
         self.tables = tables_for(self.device)
         self.counters = Counters()
         self.tiers = Tiers(config, self.device)
@@ -82,20 +101,26 @@ class Manager:
 
     # ---------------------------------------------------------------- batches
 
-    def new_batch(self, size: int, layers: int, tokens: int) -> Batch:
+    def new_batch(
+        self, size: int, layers: int, tokens: int, fairness: FairnessConfig | None = None
+    ) -> Batch:
         """Make room in the tables for ``size`` new, empty sequences.
 
         Args:
             size: sequences.
             layers: layers that keep keys and values.
             tokens: capacity to plan for; tables grow when more are appended.
+            fairness: what the sequences are promised; None: as configured.
 
         Raises:
             OutOfMemoryError: the tables have no rows left.
         """
         with self._lock:
             self._bury()
-            batch = Batch(self.tables, size, layers, self.config.memory.block_size, tokens)
+            batch = Batch(
+                self.tables, size, layers, self.config.memory.block_size, tokens,
+                fairness or self.config.fairness,
+            )  # fmt: skip
             self._batches.append(batch)
             return batch
 
@@ -187,6 +212,7 @@ class Manager:
                 torch.cuda.current_stream(self.device).wait_event(batch.event)
             if self.before_step is not None:
                 self.before_step(self, batch)
+            batch.service.step(time.perf_counter(), tokens)
             self.mover.collect()
             if self._resizer.pending:
                 self._resizer.go_on()
@@ -260,6 +286,7 @@ class Manager:
         counts = batch.poll_heat(start)
         if counts is None:
             return
+        batch.service.window(batch.fill)
         for layer, row in enumerate(batch.blocks):
             if batch.geometries[layer] is None:
                 continue
@@ -313,7 +340,7 @@ class Manager:
             if bad:
                 raise ShapeError(f"sequence {bad[0]} of a batch of {batch.size}")
             lengths = [n if length is None else min(length, n) for n in batch.lengths]
-            new = self.new_batch(len(sequences), batch.layers, max(lengths))
+            new = self.new_batch(len(sequences), batch.layers, max(lengths), batch.service.options)
             new.geometries = list(batch.geometries)
             for layer in range(batch.layers):
                 for target, source in enumerate(sequences):

@@ -26,6 +26,7 @@ class Counters:
         spilled_blocks: unfinished blocks that had to live in the cold tier.
         copied_blocks: copies on write.
         failed_moves: copies between the tiers that failed; the block stays where it was.
+        cancelled_moves: copies called off because nobody needs the block any more.
         steps: forward passes.
         hot_accesses: accesses (a decode step in which a block got its share of a head's softmax,
             averaged over KV heads) to blocks that were hot when their window ended.
@@ -45,6 +46,7 @@ class Counters:
     spilled_blocks: int = 0
     copied_blocks: int = 0
     failed_moves: int = 0
+    cancelled_moves: int = 0
     steps: int = 0
     hot_accesses: float = 0.0
     cold_accesses: float = 0.0

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The copy engine: one consumer moves blocks beside compute, on a CPU itself, on a GPU by streams.
 
-A copy never changes what a reader sees: the manager publishes the new address only after the copy
-is done, between two steps of the sequences that own the block. Neighbours in both tiers are copied
-as one piece, because small copies are bound by their launch (8 us) and not by the link.
+Each direction of the link is shared between caches by weight (see ``queueing``). A copy never
+changes what a reader sees: the manager publishes the new address only after the copy is done,
+between two steps of the sequences that own the block. Neighbours in both tiers are copied as one
+piece, because small copies are bound by their launch (8 us) and not by the link.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ import queue
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -21,17 +21,48 @@ import torch
 
 from kvpass.runtime.capture import ignore_captures
 from kvpass.runtime.pool import Slot
+from kvpass.runtime.queueing import FairQueue
 
 QUEUE_LIMIT = 512
 """Copies in flight at most; more are tried again after the next step."""
 
 PIECE_BYTES = 16 << 20
-"""Neighbours are copied together up to this size: a larger piece would gain nothing."""
+"""Neighbours are copied together up to this size: a larger one would hold up other caches."""
 
 LAUNCHED_BYTES = 32 << 20
-"""Bytes handed to a stream ahead of the link, so that it never runs dry."""
+"""Bytes handed to a stream ahead of the link: it never runs dry, but they cannot be overtaken."""
 
 Kind = Literal["store", "load"]
+
+
+class Cancelled(Exception):
+    """The copy was called off before it began."""
+
+
+class _Waiters:
+    """Threads that wait for copies: one condition for all, since waiting is rare."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._count = 0
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        """Block the caller until ``done``."""
+        with self._condition:
+            self._count += 1
+            try:
+                self._condition.wait_for(done)
+            finally:
+                self._count -= 1
+
+    def tell(self) -> None:
+        """Something is done. Whoever begins to wait after this looks first and sees it."""
+        if self._count:
+            with self._condition:
+                self._condition.notify_all()
+
+
+_waiters = _Waiters()
 
 
 class Move:
@@ -41,12 +72,14 @@ class Move:
         kind: ``store`` (hot to cold) or ``load`` (cold to hot).
         block: the block whose bytes move.
         after: CUDA events that must have passed before the copy starts.
-        error: what went wrong in the copy, or None.
+        flow: whose copy it is, for fair shares of the link.
+        weight: share of the flow relative to others.
+        error: what went wrong in the copy, ``Cancelled``, or None.
     """
 
     __slots__ = (
-        "_launched", "_seconds", "after", "block", "error", "event", "kind", "source", "target",
-        "timing",
+        "_cancelled", "_launched", "_seconds", "after", "block", "error", "event", "flow", "kind",
+        "source", "target", "timing", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -56,17 +89,22 @@ class Move:
         source: Slot,
         target: Slot,
         after: list[Any],
+        flow: Hashable = None,
+        weight: float = 1.0,
     ) -> None:
         self.kind: Kind = kind
         self.block = block
         self.source = source
         self.target = target
         self.after = after
+        self.flow = flow
+        self.weight = weight
+        self._cancelled = False
         self.error: BaseException | None = None
         self._seconds = 0.0
         self.timing: Any = None  # CUDA events around its piece, and the moves of the piece
         self.event: Any = None
-        self._launched = threading.Event()
+        self._launched = False
 
     @property
     def size(self) -> int:
@@ -83,13 +121,29 @@ class Move:
 
     def done(self) -> bool:
         """Whether the bytes have arrived (or the copy failed)."""
-        return self._launched.is_set() and (self.event is None or bool(self.event.query()))
+        return self._launched and (self.event is None or bool(self.event.query()))
 
     def wait(self) -> None:
         """Block the caller until the copy is done."""
-        self._launched.wait()
+        if not self._launched:
+            _waiters.wait(lambda: self._launched)
         if self.event is not None:
             self.event.synchronize()
+
+    def cancel(self) -> None:
+        """Call the copy off unless it has begun; it is done soon either way."""
+        self._cancelled = True
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether it was called off in time: no byte was copied."""
+        return isinstance(self.error, Cancelled)
+
+    @property
+    def place(self) -> tuple[int, int, int, int]:
+        """Where it leads from and to: slabs, and slots in them."""
+        source, target = self.source, self.target
+        return id(source.slab), id(target.slab), source.index, target.index
 
     @property
     def ready(self) -> bool:
@@ -100,11 +154,15 @@ class Move:
         """Called by the engine: the copy is launched (``event`` follows it), done, or failed."""
         self.event = event
         self.error = error
-        self._launched.set()
+        self._launched = True
+        _waiters.tell()
 
     def run(self) -> None:
-        """Copy now, on the calling thread."""
-        _copy_on_host([self])
+        """Copy now, on the calling thread, unless it was cancelled."""
+        if self._cancelled:
+            self.finish(error=Cancelled())
+        else:
+            _copy_on_host([self])
 
 
 class Copier(Protocol):
@@ -159,18 +217,19 @@ class ThreadCopier:
 
 
 class Consumer:
-    """Takes moves from the inbox and copies them, the directions in turns. Used by one thread.
+    """Takes moves from the inbox, in fair order, and copies them. Used by one thread.
 
     Attributes:
         inbox: moves, then None as the end.
-        finished: moves whose bytes have arrived, or that failed.
+        finished: moves whose bytes have arrived, that failed or were cancelled.
     """
 
     def __init__(self, inbox: queue.SimpleQueue[Move | None], device: torch.device | None) -> None:
         self.inbox = inbox
         self.finished = 0
         self._device = device
-        self._queues: dict[Kind, deque[Move]] = {"store": deque(), "load": deque()}
+        self._queues: dict[Kind, FairQueue[Move]] = {"store": FairQueue(), "load": FairQueue()}
+        self._places: dict[tuple[int, int, int, int], Move] = {}
         self._lanes = {kind: Lane(device) for kind in self._queues} if device is not None else {}
         self._turn: Kind = "load"
         self._ended = False
@@ -195,7 +254,7 @@ class Consumer:
         """Fetch what is in the inbox; wait for something when there is nothing to do."""
         for lane in self._lanes.values():
             self.finished += lane.collect()
-        idle = not self._ended and not any(self._queues.values())
+        idle = not self._ended and not any(len(waiting) for waiting in self._queues.values())
         if idle:
             for lane in self._lanes.values():
                 self.finished += lane.drain()
@@ -205,52 +264,69 @@ class Consumer:
             if move is None:
                 self._ended = True
                 return
-            self._queues[move.kind].append(move)
+            self._queues[move.kind].push(move, move.flow, move.size, move.weight)
+            self._places[move.place] = move
 
     def _next_piece(self) -> list[Move]:
-        """Moves that are neighbours in both tiers; the directions take turns."""
+        """Moves of one flow that are neighbours in both tiers; the directions take turns."""
         last = self._turn
         self._turn = "store" if last == "load" else "load"
         for kind in (self._turn, last):
             waiting = self._queues[kind]
-            if waiting:
+            due = waiting.heads()
+            if due:
                 # One that must wait for a kernel would hold up those behind it on the stream.
-                head = next((move for move in waiting if move.ready), waiting[0])
-                piece = _neighbours(head, waiting)
-                taken = set(piece)
-                self._queues[kind] = deque(move for move in waiting if move not in taken)
+                ready = (move for head in due for move in waiting.flow(head.flow) if move.ready)
+                piece = self._neighbours(next(ready, due[0]))
+                waiting.take(piece[0].flow, piece)
+                for move in piece:
+                    del self._places[move.place]
                 return piece
         return []
 
+    def _neighbours(self, head: Move) -> list[Move]:
+        """The longest run around ``head`` of its flow's moves whose slots adjoin in both tiers."""
+        one, other, source, target = head.place
+        limit = max(1, PIECE_BYTES // head.size)
+
+        def run(step: int, most: int) -> list[Move]:
+            found: list[Move] = []
+            for i in range(1, most + 1):
+                move = self._places.get((one, other, source + i * step, target + i * step))
+                if move is None or move.flow != head.flow or not move.ready:
+                    break
+                found.append(move)
+            return found
+
+        before = run(-1, limit - 1)
+        return [*reversed(before), head, *run(1, limit - 1 - len(before))]
+
     def _copy(self, piece: list[Move]) -> None:
-        if not self._lanes:
-            _copy_on_host(piece)
-            self.finished += len(piece)
-            return
-        lane = self._lanes[piece[0].kind]
-        self.finished += lane.make_room(sum(move.size for move in piece))
-        if not lane.launch(piece):
-            self.finished += len(piece)
+        begun = [move for move in piece if not move._cancelled]
+        for move in piece:
+            if move._cancelled:
+                move.finish(error=Cancelled())
+        self.finished += len(piece) - len(begun)
+        for part in _runs(begun):
+            if not self._lanes:
+                _copy_on_host(part)
+                self.finished += len(part)
+                continue
+            lane = self._lanes[part[0].kind]
+            self.finished += lane.make_room(sum(move.size for move in part))
+            if not lane.launch(part):
+                self.finished += len(part)
 
 
-def _neighbours(head: Move, waiting: Iterable[Move]) -> list[Move]:
-    """The longest run around ``head`` of moves whose slots adjoin in both tiers."""
-    shift = head.target.index - head.source.index
-    alike = {
-        move.source.index: move
-        for move in waiting
-        if move.source.slab is head.source.slab
-        and move.target.slab is head.target.slab
-        and move.target.index - move.source.index == shift
-        and (move is head or move.ready)
-    }
-    first = last = head.source.index
-    limit = max(1, PIECE_BYTES // head.size)
-    while first - 1 in alike and last - first + 1 < limit:
-        first -= 1
-    while last + 1 in alike and last - first + 1 < limit:
-        last += 1
-    return [alike[i] for i in range(first, last + 1)]
+def _runs(moves: Sequence[Move]) -> list[list[Move]]:
+    """Split moves in order of their slots where one is missing."""
+    runs: list[list[Move]] = []
+    for move in moves:
+        if runs and runs[-1][-1].source.index + 1 == move.source.index:
+            runs[-1].append(move)
+        else:
+            runs.append([move])
+    return runs
 
 
 def _range(slots: list[Slot]) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from kvpass.runtime.geometry import BlockGeometry
 from kvpass.runtime.metrics import Counters, LinkRate
 from kvpass.runtime.migrate import Copier, Move
 from kvpass.runtime.ranges import ranged
+from kvpass.runtime.retries import Retries
 from kvpass.runtime.tiers import Tiers
 
 
@@ -24,14 +25,24 @@ def events_of(block: Block) -> list[Any]:
     return [owner[0].event for owner in block.owners if owner[0].event is not None]
 
 
+def flow_of(block: Block) -> tuple[Hashable, float]:
+    """Whose copies a block's are, and the weight of that batch on the link."""
+    batch = block.owners[0][0]
+    return batch.first_row, batch.service.weight * batch.size
+
+
+def in_step(block: Block) -> bool:
+    """Whether a sequence that owns the block is in a step."""
+    # A loop, not any(...): this runs for every copy.
+    for owner in block.owners:  # noqa: SIM110
+        if owner[0].active is not None:
+            return True
+    return False
+
+
 def movable(block: Block) -> bool:
     """Whether a block may change place now: written through, and nobody in a step with it."""
-    return (
-        block.full
-        and block.cold is not None
-        and block.move is None
-        and all(owner[0].active is None for owner in block.owners)
-    )
+    return block.full and block.cold is not None and block.move is None and not in_step(block)
 
 
 def arrays(blocks: list[Block]) -> policy.BlockArrays:
@@ -70,6 +81,7 @@ class Mover:
         self.blocks = blocks
         self.min_frequency = min_frequency
         self.link = LinkRate()
+        self.retries = Retries()
         self._moves: list[Move] = []
         self._backlog: deque[Block] = deque()
 
@@ -88,8 +100,12 @@ class Mover:
     def write_through(self, blocks: Iterable[Block]) -> None:
         """Copy blocks that became full to the cold tier, in the background, once."""
         self._backlog.extend(block for block in blocks if block.cold is None)
+        self.retries.tick()
         for _ in range(len(self._backlog)):
             block = self._backlog.popleft()
+            if not self.retries.due(block):
+                self._backlog.append(block)
+                continue
             if block.owners and block.full and block.cold is None and block.move is None:
                 target = self.tiers.take_cold(block.geometry)
                 if target is None:
@@ -97,7 +113,7 @@ class Mover:
                     self._backlog.append(block)
                     break
                 assert block.hot is not None
-                move = Move("store", block, block.hot, target, events_of(block))
+                move = Move("store", block, block.hot, target, events_of(block), *flow_of(block))
                 if not self._submit(move):
                     self._backlog.append(block)
                     break
@@ -108,7 +124,7 @@ class Mover:
         target = self.tiers.take_hot(block.geometry)
         if target is None:
             return False
-        return self._submit(Move("load", block, block.cold, target, []))
+        return self._submit(Move("load", block, block.cold, target, [], *flow_of(block)))
 
     @ranged("kvpass::migrate")
     def _submit(self, move: Move) -> bool:
@@ -125,21 +141,25 @@ class Mover:
         pending: list[Move] = []
         for move in self._moves:
             block: Block = move.block
-            in_step = any(owner[0].active is not None for owner in block.owners)
-            if not move.done() or in_step:
+            if not move.done() or in_step(block):
                 pending.append(move)
                 continue
             block.move = None
             if move.error is not None or not block.owners:
                 # The old copy is untouched; a block nobody owns any more goes altogether.
                 self.tiers.free(move.target)
-                self.counters.failed_moves += move.error is not None
+                self.counters.cancelled_moves += move.cancelled
+                failed = move.error is not None and not move.cancelled
+                self.counters.failed_moves += failed
                 if not block.owners:
                     self.discard(block)
                 elif move.kind == "store":
+                    if failed:
+                        self.retries.failed(block, move.error)
                     self._backlog.append(block)  # tried again when a step ends
             elif move.kind == "store":
                 block.cold = move.target
+                self.retries.forget(block)
                 self.counters.stored_blocks += 1
                 self.counters.stored_bytes += block.geometry.payload_bytes
                 self.counters.store_seconds += self.link.note(move)
@@ -258,6 +278,7 @@ class Mover:
     def discard(self, block: Block, events: Iterable[Any] = ()) -> None:
         """Free the copies of a block that nobody owns."""
         waiting = list(events)
+        self.retries.forget(block)
         for slot in (block.hot, block.cold):
             if slot is not None:
                 self.tiers.free(slot, waiting)

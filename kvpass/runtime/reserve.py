@@ -148,6 +148,9 @@ class Reserver:
             block.owners.remove(owner)
             batch.words[owner[1], owner[2], owner[3]] = 0
             batch.dirty = True
-            # A block whose copy is in flight is freed when the copy is done.
-            if not block.owners and block.move is None:
+            if block.owners:
+                continue
+            if block.move is None:
                 self.mover.discard(block, waiting)
+            else:
+                block.move.cancel()  # the block is freed when the copy is done or called off

@@ -134,6 +134,46 @@ def test_scattered_blocks_arrive_where_they_belong(sources, targets):
         assert (b[j].raw == i).all()
 
 
+def test_a_cancelled_copy_writes_nothing_and_its_neighbours_arrive():
+    one, other = arena(16), arena(16)
+    pairs = [(one.allocate(), other.allocate()) for _ in range(5)]
+    for source, target in pairs:
+        source.raw.fill_(1)
+        target.raw.fill_(7)
+    moves = [Move("store", None, source, target, []) for source, target in pairs]
+    moves[2].cancel()
+    run(moves)
+    assert [int(target.raw[0]) for _, target in pairs] == [1, 1, 7, 1, 1]
+    assert [move.cancelled for move in moves] == [False, False, True, False, False]
+
+
+def test_a_piece_holds_no_other_flows_copies():
+    one, other = arena(16), arena(16)
+    moves = [Move("store", None, one.allocate(), other.allocate(), [], i % 2) for i in range(6)]
+    inbox: queue.SimpleQueue[Move | None] = queue.SimpleQueue()
+    for move in (*moves, None):
+        inbox.put(move)
+    consumer = Consumer(inbox, None)
+    consumer._receive()
+    assert [consumer._next_piece() for _ in moves] == [[move] for move in moves]
+
+
+def test_copies_of_two_caches_share_the_link_by_weight():
+    one, other = arena(128), arena(128)
+    order: list[str] = []
+    inbox: queue.SimpleQueue[Move | None] = queue.SimpleQueue()
+    for name, weight in (("low", 0.1), ("high", 0.9)):
+        for _ in range(20):
+            one.allocate()  # no neighbours: one copy a piece
+            source, target = one.allocate(), other.allocate()
+            inbox.put(Move("load", None, source, target, [], name, weight))
+    consumer = Consumer(inbox, None)
+    consumer._receive()
+    while piece := consumer._next_piece():
+        order += [move.flow for move in piece]
+    assert len(order) == 40 and order[:20].count("high") in (17, 18, 19)
+
+
 @pytest.mark.parametrize("kind", ["store", "load"])
 def test_both_directions_take_turns(kind):
     one, other = arena(64), arena(64)
