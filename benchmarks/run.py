@@ -30,6 +30,7 @@ FILES = {
     "cpu": ("benchmarks/test_decode_step.py", "decode-step-cpu"),
     "gpu": ("benchmarks/test_attend_gpu.py", "attend-gpu"),
     "latent": ("benchmarks/test_latent_gpu.py", "latent-gpu"),
+    "migration": ("benchmarks/test_migration_gpu.py", "migration-gpu"),
 }
 
 
