@@ -89,7 +89,7 @@ class Sequence:
 
     def capture(self, weights: Weights) -> None:
         """Capture a decode step, whose token is always the same."""
-        x = torch.randn(1, HIDDEN, device="cuda", dtype=DTYPE)
+        x = self._input = torch.randn(1, HIDDEN, device="cuda", dtype=DTYPE)
         with self.manager.step(self.batch, 1, self.layers) as rows:
             weights.step(x, rows)  # compiles the kernels
             graph = torch.cuda.CUDAGraph()
