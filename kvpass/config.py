@@ -172,6 +172,15 @@ class MemoryConfig(BaseModel):
     heat_interval: Integer = Field(
         64, ge=1, description="Decode steps between two readings of the heat counters, a window."
     )
+    resident_ratio: Number = Field(
+        0.2, ge=0, le=1, description="Share of a sequence that stays in the hot arena."
+    )
+    hot_zone_ratio: Number = Field(
+        0.6,
+        gt=0,
+        lt=1,
+        description="Protected share of the hot arena; the rest is probation for new blocks.",
+    )
     page_size: Size = Field(2 << 20, description="Slab by which the hot arena grows and shrinks.")
     poison: Boolean = Field(
         False, description="Fill freed slots with a pattern, so that a stale read shows."

@@ -22,6 +22,7 @@ class Counters:
         copied_blocks: copies on write.
         failed_moves: copies between the tiers that failed; the block stays where it was.
         steps: forward passes.
+        thrash_events: windows in which so many blocks bounced that the threshold stepped down.
     """
 
     stored_blocks: int = 0
@@ -34,6 +35,7 @@ class Counters:
     copied_blocks: int = 0
     failed_moves: int = 0
     steps: int = 0
+    thrash_events: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class Snapshot:
         hot_used: bytes of hot slots in use.
         cold_used: bytes of cold slots in use.
         sequences: live sequences.
+        threshold: share of the hot arena in use at which demotion starts now; lower than configured
+            while blocks thrash.
         counters: see :class:`Counters`.
     """
 
@@ -58,6 +62,7 @@ class Snapshot:
     hot_used: int
     cold_used: int
     sequences: int
+    threshold: float
     counters: Counters
 
     def as_dict(self) -> dict[str, Any]:
