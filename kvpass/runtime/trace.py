@@ -222,7 +222,7 @@ class Recorder:
         self._prompt = 0
         self._tokens = 0
         self._start: NDArray[np.int32] | None = None
-        self._before: NDArray[Any] = np.zeros((0, 0, 0), dtype=np.int64)
+        self._before: NDArray[Any] | None = None
         self._counts: list[NDArray[Any]] = []
         self._blocks: list[NDArray[np.int32]] = []
         self._broken: str | None = None
@@ -261,7 +261,8 @@ class Recorder:
         self._tokens = max(batch.lengths)
         if counts is not None:
             before = np.zeros_like(counts)
-            before[:, :, : self._before.shape[2]] = self._before
+            if self._before is not None:  # tables may have grown since
+                before[:, :, : self._before.shape[2]] = self._before
             self._counts.append(counts - before)
             self._blocks.append(sizes)
             self._before = counts

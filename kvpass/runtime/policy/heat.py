@@ -22,7 +22,7 @@ SHORTEST = 32
 BLOCKS_A_STEP = 512
 """Blocks that may be decided on for each step of a window: deciding takes the host's time."""
 
-MISSES = 0.001
+MISSES = 0.0005
 """Share of accesses to cold blocks above which the next window is shorter."""
 
 

@@ -13,7 +13,7 @@ from kvpass.runtime.policy.choose import HYSTERESIS, promotions, victims
 from kvpass.runtime.policy.thrash import BOUNCE_WINDOWS
 from kvpass.runtime.policy.zones import next_protected
 
-MOVES = 4
+MOVES = 2
 """A window promotes at most one in this many of the arena's slots."""
 
 

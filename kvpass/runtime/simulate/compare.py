@@ -113,7 +113,7 @@ def compare(trace: Trace, hot: str, memory: MemoryConfig) -> Comparison:
     ]
     rows.append(Row("Belady", best / total, None, 0.0))
     ahead = optimum_hits(ticks, slots, ours.windows)
-    rows.append(Row("Belady, also at windows", ahead / total, None, (best - ahead) / total))
+    rows.append(Row("Belady + windows", ahead / total, None, (best - ahead) / total))
     return Comparison(
         hot=hot,
         slots=slots,
