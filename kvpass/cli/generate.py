@@ -57,6 +57,12 @@ def command(
     running.check_options(inner=inner, hot=hot)
     if record_trace is not None:
         check_target(record_trace)
+        needed = 1 + (trace_interval or 1)  # the first token comes of the prompt
+        if max_new_tokens < needed:
+            raise ConfigError(
+                f"--max-new-tokens {max_new_tokens} leaves no tick to record: give at least "
+                f"{needed}"
+            )
     elif trace_interval is not None:
         raise ConfigError(f"--trace-interval {trace_interval} needs --record-trace FILE")
     if prompt is not None and not prompt:

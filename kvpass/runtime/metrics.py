@@ -22,7 +22,7 @@ class Counters:
         copied_blocks: copies on write.
         failed_moves: copies between the tiers that failed; the block stays where it was.
         steps: forward passes.
-        thrash_events: windows in which so many blocks bounced that the threshold stepped down.
+        thrash_events: windows in which many blocks bounced between the tiers.
     """
 
     stored_blocks: int = 0

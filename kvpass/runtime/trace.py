@@ -126,7 +126,7 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
         raise TraceError(f"trace {name!r} is damaged: {error}; {_RECORD}") from None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise TraceError(f"{name!r} is not a trace of kvpass; {_RECORD}")
-    if header.get("version") != VERSION:
+    if type(header.get("version")) is not int or header["version"] != VERSION:
         raise TraceError(
             f"trace {name!r} has version {header.get('version')!r}, this is version {VERSION}: "
             "record it again"

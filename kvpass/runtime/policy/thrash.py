@@ -32,7 +32,7 @@ class Threshold:
         base: as configured, 0 to 1.
         level: steps it is below that.
         calm: calm windows in a row.
-        events: times it stepped down.
+        events: windows that thrashed.
     """
 
     base: float
@@ -55,7 +55,7 @@ class Threshold:
             bounces: promotions of blocks that were demoted shortly before.
             slots: of the hot arena.
         """
-        if bounces >= max(1.0, slots * THRASH_SHARE):
+        if bounces >= max(2.0, slots * THRASH_SHARE):
             level = min(self.level + 1, MAX_LEVEL)
             return replace(self, level=level, calm=0, events=self.events + 1)
         if bounces > slots * CALM_SHARE:

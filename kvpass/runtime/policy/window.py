@@ -56,7 +56,7 @@ def plan(
         slots: slots of the hot arena.
         room: of them free.
         over: of them in use above the threshold; negative below it.
-        level: steps that thrashing has lowered the threshold by; each also widens the margin that
+        level: steps that thrashing has lowered the threshold by; each also doubles the margin that
             a promotion needs over the block it replaces.
         min_frequency: accesses a window below which a block may be demoted, and from which one is
             promoted.
@@ -73,7 +73,7 @@ def plan(
         room=max(room, 0) + len(demoted),
         limit=max(1, slots // MOVES),
         min_frequency=min_frequency,
-        margin=HYSTERESIS ** (1 + level),
+        margin=HYSTERESIS * 2**level,
     )
     promoted = [(int(cold[c]), int(stays[v]) if v >= 0 else -1) for c, v in pairs]
     bounces = sum(int(blocks.demoted[c]) <= BOUNCE_WINDOWS for c, _ in promoted)
