@@ -66,11 +66,21 @@ def learn(
             cap=policy.resident_cap(slots, rows, used),
         ),
     )
-    for name in ("frequency", "rate", "heat", "resident", "demoted"):
-        for block, value in zip(blocks, getattr(known, name).tolist(), strict=True):
-            setattr(block, name, value)
-    for block, ages in zip(blocks, known.ages.tolist(), strict=True):
-        block.ages = ages
+    _write_back(blocks, known)
     cold = np.array([block.hot is None for block in blocks], dtype=bool)
     missed = float(accesses[cold].sum() / max(accesses.sum(), 1.0))
     batch.window = policy.next_window(batch.steps_read, missed, memory.heat_interval, len(blocks))
+
+
+def _write_back(blocks: list[Block], known: policy.BlockArrays) -> None:
+    """Into each block what is now known of it."""
+    columns = (known.frequency, known.rate, known.heat, known.resident, known.demoted, known.ages)
+    for block, frequency, rate, heat, resident, demoted, ages in zip(
+        blocks, *(column.tolist() for column in columns), strict=True
+    ):
+        block.frequency = frequency
+        block.rate = rate
+        block.heat = heat
+        block.resident = resident
+        block.demoted = demoted
+        block.ages = ages

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -25,35 +26,40 @@ def events_of(block: Block) -> list[Any]:
 
 def movable(block: Block) -> bool:
     """Whether a block may change place now: written through, and nobody in a step with it."""
-    return (
-        block.full
-        and block.cold is not None
-        and block.move is None
-        and all(owner[0].active is None for owner in block.owners)
-    )
+    if not block.full or block.cold is None or block.move is not None:
+        return False
+    # A loop, not all(...): this runs for every block when a window ends.
+    for owner in block.owners:  # noqa: SIM110
+        if owner[0].active is not None:
+            return False
+    return True
 
 
 def _retention(block: Block) -> float:
     """Of the layer it belongs to; a shared block has the same layer everywhere."""
-    if not block.owners:
-        return 0.0
-    batch, layer, *_ = block.owners[0]
-    return batch.retention[layer]
+    for batch, layer, _, _ in block.owners:
+        return batch.retention[layer]
+    return 0.0
 
 
 def arrays(blocks: list[Block]) -> policy.BlockArrays:
     """The metadata that policy decides on."""
+
+    def column(name: str, dtype: Any) -> Any:
+        return np.fromiter(map(attrgetter(name), blocks), dtype, len(blocks))
+
+    ages = list(map(attrgetter("ages"), blocks))
     return policy.BlockArrays(
-        frequency=np.array([b.frequency for b in blocks], dtype=np.float64),
-        heat=np.array([b.heat for b in blocks], dtype=np.uint8),
-        index=np.array([b.index for b in blocks], dtype=np.int64),
-        resident=np.array([b.resident for b in blocks], dtype=bool),
-        movable=np.array([movable(b) for b in blocks], dtype=bool),
-        rate=np.array([b.rate for b in blocks], dtype=np.float64),
-        ages=np.array([b.ages for b in blocks], dtype=np.int64).reshape(-1, policy.K),
-        protected=np.array([b.protected for b in blocks], dtype=bool),
-        retention=np.array([_retention(b) for b in blocks], dtype=np.float64),
-        demoted=np.array([b.demoted for b in blocks], dtype=np.int64),
+        frequency=column("frequency", np.float64),
+        heat=column("heat", np.uint8),
+        index=column("index", np.int64),
+        resident=column("resident", np.bool_),
+        movable=np.fromiter(map(movable, blocks), np.bool_, len(blocks)),
+        rate=column("rate", np.float64),
+        ages=np.array(ages, dtype=np.int64).reshape(-1, policy.K),
+        protected=column("protected", np.bool_),
+        retention=np.fromiter(map(_retention, blocks), np.float64, len(blocks)),
+        demoted=column("demoted", np.int64),
     )
 
 
@@ -208,8 +214,9 @@ class Mover:
             mine = [b for b in blocks if b.geometry.block_bytes == size]
             if not mine:
                 continue
+            known = arrays(mine)
             plan = policy.plan(
-                arrays(mine),
+                known,
                 np.array([b.hot is not None for b in mine], dtype=bool),
                 slots=self.tiers.hot_slots(size),
                 room=self.tiers.free_hot(mine[0].geometry),
@@ -218,8 +225,8 @@ class Mover:
                 min_frequency=self.min_frequency,
                 hot_zone_ratio=self.hot_zone_ratio,
             )
-            for block, is_protected in zip(mine, plan.protected.tolist(), strict=True):
-                block.protected = is_protected
+            for i in np.flatnonzero(plan.protected != known.protected):
+                mine[i].protected = bool(plan.protected[i])
             for i in plan.demoted:
                 self.demote(mine[i])
             for candidate, victim in plan.promoted:
