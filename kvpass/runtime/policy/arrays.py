@@ -23,7 +23,7 @@ class BlockArrays:
     Those with a default may be left out: a block of which nothing is known.
 
     Attributes:
-        frequency: accesses in the last window, of one KV head on average; NaN before one passed.
+        frequency: accesses in the last full window, summed over KV heads; NaN before one passed.
         heat: 2-bit saturating counter.
         index: position of the block in its sequence.
         resident: belongs to the part of its sequence that stays hot.

@@ -106,7 +106,7 @@ def fold(
 
     Args:
         blocks: before it.
-        counts: ``[N]`` accesses in it, of one KV head on average.
+        counts: ``[N]`` accesses in it, summed over KV heads.
         steps: decode steps in it.
         interval: steps in a full window, which frequencies are of.
         min_frequency: accesses in a full window that count as often.
