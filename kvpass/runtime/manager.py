@@ -298,6 +298,7 @@ class Manager:
             lengths = [n if length is None else min(length, n) for n in batch.lengths]
             new = self.new_batch(len(sequences), batch.layers, max(lengths))
             new.geometries = list(batch.geometries)
+            new.retention = list(batch.retention)
             for layer in range(batch.layers):
                 for target, source in enumerate(sequences):
                     for block in batch.blocks[layer][source][
