@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from kvpass.errors import ShapeError
 from kvpass.runtime import directory
 from kvpass.runtime.geometry import BlockGeometry
+from kvpass.runtime.policy.arrays import NEVER, K
 from kvpass.runtime.pool import Slot
 from kvpass.runtime.table import MAX_LAYERS, RowTables
 
@@ -26,13 +28,15 @@ class Block:
     Attributes:
         k, v: views of the copy in use, ``[kv_heads * pages, 32, head_dim]``.
         owners: (batch, layer, sequence, index) of every table word that names this block.
-        frequency: accesses in the last window, NaN before one has passed.
-        heat: 2-bit saturating counter.
+        frequency, heat, rate, ages, protected, resident, demoted: what the policy knows of it; see
+            :class:`kvpass.runtime.policy.BlockArrays`.
         move: the copy in flight, or None.
     """
 
     __slots__ = (
+        "ages",
         "cold",
+        "demoted",
         "frequency",
         "full",
         "geometry",
@@ -42,6 +46,8 @@ class Block:
         "k",
         "move",
         "owners",
+        "protected",
+        "rate",
         "resident",
         "v",
     )
@@ -55,7 +61,11 @@ class Block:
         self.resident = False
         self.owners: list[tuple[Batch, int, int, int]] = []
         self.frequency = float("nan")
+        self.rate = float("nan")
         self.heat = 0
+        self.ages: Sequence[int] = (NEVER,) * K
+        self.protected = False
+        self.demoted = NEVER
         self.move: Any = None
         self.k: torch.Tensor = None  # type: ignore[assignment]  # set by publish
         self.v: torch.Tensor = None  # type: ignore[assignment]
@@ -91,6 +101,10 @@ class Batch:
         active: thread that is in a step of this batch, or None.
         steps: layers of the step it is in, and of the steps nested in that.
         event: CUDA event after the last step, or None.
+        retention: of each layer, how much longer its blocks are kept hot; 1 counts as twice the
+            accesses.
+        window: decode steps of the window that runs.
+        observer: called with the batch and the tokens appended after each step, or None.
     """
 
     def __init__(
@@ -109,7 +123,11 @@ class Batch:
         self.active: int | None = None
         self.steps: list[frozenset[int]] = []
         self.event: Any = None
-        self.tokens_since_heat = 0
+        self.retention = [0.0] * layers
+        self.observer: Callable[[Batch, int], None] | None = None
+        self.window = 1
+        self.steps_in_window = 0
+        self.steps_read = 0
         self.released = False
         self._row_list = tables.take(layers * size)
         self.first_row = self._row_list[0] if self._row_list else -1
@@ -228,8 +246,11 @@ class Batch:
             start: begin reading the counters back (without waiting).
 
         Returns:
-            int32 ``[L, B, blocks]`` accesses since the last window, summed over KV heads.
+            int32 ``[L, B, blocks]`` accesses since the last window, summed over KV heads; it took
+            ``steps_read`` steps.
         """
+        if start and self._heat_copy is None:
+            self.steps_read, self.steps_in_window = self.steps_in_window, 0
         if self.device.type == "cpu":
             if not start:
                 return None

@@ -19,15 +19,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 
 from kvpass import cpu_ops
 from kvpass.config import Config
 from kvpass.errors import CacheStateError, CapacityError, ShapeError
-from kvpass.runtime import observe, policy, pressure, roster
+from kvpass.runtime import observe, pressure, roster
 from kvpass.runtime.batch import Batch, Block
 from kvpass.runtime.capture import HostLock
+from kvpass.runtime.heat import learn
 from kvpass.runtime.metrics import Counters, Snapshot
 from kvpass.runtime.migrate import copier_for
 from kvpass.runtime.mover import Mover, movable
@@ -64,7 +64,7 @@ class Manager:
             copier_for(self.device),
             self.counters,
             _blocks_of(weakref.ref(self)),
-            config.memory.min_frequency,
+            config.memory,
         )
         self._batches: list[Batch] = []
         self._reserver = Reserver(
@@ -237,11 +237,16 @@ class Manager:
             self.mover.write_through(full)
             if layers and layers[0] == 0:
                 self.counters.steps += 1
-                # Only steps of one query count accesses, so only they make a window.
-                batch.tokens_since_heat += tokens <= 1
-                if batch.tokens_since_heat >= self.config.memory.heat_interval:
-                    batch.tokens_since_heat = 0
+                # Only steps of one query count accesses, so only they make a window; more tell that
+                # what is attended to changes.
+                if tokens <= 1:
+                    batch.steps_in_window += 1
+                else:
+                    batch.window = 1
+                if batch.steps_in_window >= batch.window:
                     self._use_heat(batch, start=True)
+            if batch.observer is not None and not batch.steps:
+                batch.observer(batch, tokens)
 
     @staticmethod
     def _filled(batch: Batch, layer: int, row: list[Block], tokens: int) -> Iterator[Block]:
@@ -258,25 +263,18 @@ class Manager:
     def _use_heat(self, batch: Batch, *, start: bool) -> None:
         """Fold a finished window of access counts into the blocks, then choose what moves."""
         counts = batch.poll_heat(start)
-        if counts is None:
+        if counts is None or not any(batch.geometries):
             return
-        for layer, row in enumerate(batch.blocks):
-            if batch.geometries[layer] is None:
-                continue
-            heads = batch.geometry(layer).kv_heads
-            for sequence, blocks in enumerate(row):
-                frequency = counts[layer, sequence, : len(blocks)] / heads
-                observe.count_accesses(self.counters, blocks, frequency)
-                heat = policy.next_heat(
-                    np.array([b.heat for b in blocks], dtype=np.uint8),
-                    frequency,
-                    self.config.memory.min_frequency,
-                )
-                for block, f, h in zip(blocks, frequency, heat, strict=True):
-                    block.frequency = float(f)
-                    block.heat = int(h)
-        self.mover.relieve()
-        self.mover.promote_some()
+        learn(
+            batch,
+            counts,
+            self.config.memory,
+            self.counters,
+            slots=self.tiers.hot_slots(max(g.block_bytes for g in batch.geometries if g)),
+            rows=sum(b.layers * b.size for b in self._batches),
+            others=self._all_blocks() if len(self._batches) > 1 else (),
+        )
+        self.mover.rebalance()
 
     # ------------------------------------------------- operations on sequences
 
@@ -315,6 +313,7 @@ class Manager:
             lengths = [n if length is None else min(length, n) for n in batch.lengths]
             new = self.new_batch(len(sequences), batch.layers, max(lengths))
             new.geometries = list(batch.geometries)
+            new.retention = list(batch.retention)
             for layer in range(batch.layers):
                 for target, source in enumerate(sequences):
                     for block in batch.blocks[layer][source][

@@ -6,10 +6,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
+from kvpass.config import MemoryConfig
 from kvpass.runtime import policy
 from kvpass.runtime.batch import Block
 from kvpass.runtime.geometry import BlockGeometry
@@ -26,22 +28,40 @@ def events_of(block: Block) -> list[Any]:
 
 def movable(block: Block) -> bool:
     """Whether a block may change place now: written through, and nobody in a step with it."""
-    return (
-        block.full
-        and block.cold is not None
-        and block.move is None
-        and all(owner[0].active is None for owner in block.owners)
-    )
+    if not block.full or block.cold is None or block.move is not None:
+        return False
+    # A loop, not all(...): this runs for every block when a window ends.
+    for owner in block.owners:  # noqa: SIM110
+        if owner[0].active is not None:
+            return False
+    return True
+
+
+def _retention(block: Block) -> float:
+    """Of the layer it belongs to; a shared block has the same layer everywhere."""
+    for batch, layer, _, _ in block.owners:
+        return batch.retention[layer]
+    return 0.0
 
 
 def arrays(blocks: list[Block]) -> policy.BlockArrays:
     """The metadata that policy decides on."""
+
+    def column(name: str, dtype: Any) -> Any:
+        return np.fromiter(map(attrgetter(name), blocks), dtype, len(blocks))
+
+    ages = list(map(attrgetter("ages"), blocks))
     return policy.BlockArrays(
-        frequency=np.array([b.frequency for b in blocks], dtype=np.float64),
-        heat=np.array([b.heat for b in blocks], dtype=np.uint8),
-        index=np.array([b.index for b in blocks], dtype=np.int64),
-        resident=np.array([b.resident for b in blocks], dtype=bool),
-        movable=np.array([movable(b) for b in blocks], dtype=bool),
+        frequency=column("frequency", np.float64),
+        heat=column("heat", np.uint8),
+        index=column("index", np.int64),
+        resident=column("resident", np.bool_),
+        movable=np.fromiter(map(movable, blocks), np.bool_, len(blocks)),
+        rate=column("rate", np.float64),
+        ages=np.array(ages, dtype=np.int64).reshape(-1, policy.K),
+        protected=column("protected", np.bool_),
+        retention=np.fromiter(map(_retention, blocks), np.float64, len(blocks)),
+        demoted=column("demoted", np.int64),
     )
 
 
@@ -53,7 +73,10 @@ class Mover:
         copier: runs copies beside compute.
         counters: counts what was done.
         blocks: gives all live blocks.
-        min_frequency: accesses a window below which a block may be demoted.
+        memory: options of the policy.
+
+    Attributes:
+        threshold: the share of the hot arena in use at which demotion starts, now.
     """
 
     def __init__(
@@ -62,14 +85,16 @@ class Mover:
         copier: Copier,
         counters: Counters,
         blocks: Callable[[], list[Block]],
-        min_frequency: float,
+        memory: MemoryConfig,
     ) -> None:
         self.tiers = tiers
         self.copier = copier
         self.counters = counters
         self.blocks = blocks
-        self.min_frequency = min_frequency
         self.link = LinkRate()
+        self.min_frequency = memory.min_frequency
+        self.hot_zone_ratio = memory.hot_zone_ratio
+        self.threshold = policy.Threshold(memory.gpu_threshold)
         self._moves: list[Move] = []
         self._backlog: deque[Block] = deque()
 
@@ -173,6 +198,8 @@ class Mover:
         """Give up the hot copy: the cold one was written long ago, so no byte moves."""
         assert block.hot is not None and block.cold is not None
         hot, block.hot = block.hot, None
+        block.protected = False
+        block.demoted = 0
         block.publish()
         self.tiers.free(hot, events_of(block))
         self.counters.demoted_blocks += 1
@@ -201,25 +228,44 @@ class Mover:
             if over > 0:
                 self.demote_some(geometry, -(-over // size), pressure=False)
 
-    def promote_some(self) -> None:
-        """Bring the hottest cold blocks in, into free slots or those of colder blocks."""
+    def rebalance(self) -> None:
+        """What the policy decides at the end of a window: zones, demotions, promotions."""
         blocks = self.blocks()
+        bounces = 0
         for size in self.tiers.sizes:
             mine = [b for b in blocks if b.geometry.block_bytes == size]
-            hot = [b for b in mine if b.hot is not None]
-            cold = [b for b in mine if b.hot is None]
-            pairs = policy.promotions(
-                arrays(hot),
-                arrays(cold),
-                room=max(self.tiers.room(size), 0),
-                limit=max(1, self.tiers.hot_slots(size) // 8),
+            if not mine:
+                continue
+            known = arrays(mine)
+            plan = policy.plan(
+                known,
+                np.array([b.hot is not None for b in mine], dtype=bool),
+                slots=self.tiers.hot_slots(size),
+                room=self.tiers.free_hot(mine[0].geometry),
+                over=-(-self.tiers.excess() // size),
+                level=self.threshold.level,
                 min_frequency=self.min_frequency,
+                hot_zone_ratio=self.hot_zone_ratio,
             )
-            for candidate, victim in pairs:
+            for i in np.flatnonzero(plan.protected != known.protected):
+                mine[i].protected = bool(plan.protected[i])
+            for i in plan.demoted:
+                self.demote(mine[i])
+            for candidate, victim in plan.promoted:
                 if victim >= 0:
-                    self.demote(hot[victim])
-                if not self.promote(cold[candidate]):
+                    self.demote(mine[victim])
+                if not self.promote(mine[candidate]):
                     break
+            bounces += plan.bounces
+        self._watch(bounces)
+
+    def _watch(self, bounces: int) -> None:
+        """Step the threshold down when blocks bounce, and back up when they do not."""
+        slots = max((self.tiers.hot_slots(size) for size in self.tiers.sizes), default=0)
+        before = self.threshold.events
+        self.threshold = self.threshold.after(bounces, slots)
+        self.tiers.threshold = self.threshold.value
+        self.counters.thrash_events += self.threshold.events - before
 
     # -------------------------------------------------------------- end of life
 

@@ -73,19 +73,16 @@ class Reserver:
         )
         index = np.array([i for _, _, i, _ in wanted], dtype=np.int64)
         unfinished = np.array([u for *_, u in wanted], dtype=bool)
+        rows = sum(b.layers * b.size for b in self.batches)
         resident = policy.resident_blocks(
             self.resident_tokens,
             batch.block_size,
             self.tiers.hot_slots(geometry.block_bytes),
-            sum(b.layers * b.size for b in self.batches),
+            rows,
             int(index.max()) + 1,
         )
-        room = self.tiers.room(geometry.block_bytes)
-        hot = policy.place(index, unfinished, resident, room)
-        # Unfinished blocks are written every step: they may use what the threshold keeps free, and
-        # after that the slots of the coldest blocks.
-        hot |= unfinished
-        short = int(hot.sum()) - self.tiers.free_hot(geometry)
+        free = self.tiers.free_hot(geometry)
+        hot, short = policy.admit(index, unfinished, resident, rows, free)
         if short > 0:
             self.mover.demote_some(geometry, short, pressure=True)
         for (layer, sequence, position, is_unfinished), is_hot in zip(wanted, hot, strict=True):

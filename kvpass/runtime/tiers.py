@@ -105,10 +105,6 @@ class Tiers:
         """Slots of ``size`` bytes that the hot tier holds when it holds nothing else."""
         return self.hot.capacity // size
 
-    def room(self, size: int) -> int:
-        """Hot slots of ``size`` bytes that may be filled before demotion starts."""
-        return int(self.hot_slots(size) * self.threshold) - self.hot.used // size
-
     def excess(self) -> int:
         """Bytes in use above the threshold at which demotion starts."""
         return self.hot.used - int(self.hot.capacity * self.threshold)
