@@ -27,6 +27,7 @@ from kvpass.errors import CacheStateError, CapacityError, ShapeError
 from kvpass.runtime import observe, pressure, roster
 from kvpass.runtime.batch import Batch, Block
 from kvpass.runtime.capture import HostLock
+from kvpass.runtime.columns import Columns
 from kvpass.runtime.heat import learn
 from kvpass.runtime.metrics import Counters, Snapshot
 from kvpass.runtime.migrate import copier_for
@@ -50,6 +51,7 @@ class Manager:
     Attributes:
         before_step: called with the manager and the batch when a step begins, before blocks are
             reserved; tests force migration here.
+        columns: what is known of all blocks.
         number: of this manager, never used twice in a process; names it in metrics.
     """
 
@@ -59,18 +61,15 @@ class Manager:
         self.tables = tables_for(self.device)
         self.counters = Counters()
         self.tiers = Tiers(config, self.device)
-        self.mover = Mover(
-            self.tiers,
-            copier_for(self.device),
-            self.counters,
-            _blocks_of(weakref.ref(self)),
-            config.memory,
-        )
         self._batches: list[Batch] = []
+        self.columns = Columns(self._batches)
+        self.mover = Mover(
+            self.tiers, copier_for(self.device), self.counters, self.columns, config.memory
+        )
         self._reserver = Reserver(
             self.tiers, self.mover, self.counters, self._batches, config.memory.resident_tokens
         )
-        self._resizer = Resizer(self.tiers, self.mover, _blocks_of(weakref.ref(self)))
+        self._resizer = Resizer(self.tiers, self.mover, self.columns.blocks)
         self.before_step: Callable[[Manager, Batch], None] | None = None
         self._lock = HostLock(self.device)
         self._dead: deque[Batch] = deque()
@@ -124,9 +123,9 @@ class Manager:
         with self._lock:
             if batch.released:
                 return
-            for row in batch.blocks:
-                for blocks in row:
-                    self._reserver.drop(batch, blocks, 0)
+            for layer in range(batch.layers):
+                for sequence in range(batch.size):
+                    self._reserver.drop(batch, layer, sequence, 0)
             batch.release_rows()
             self._batches.remove(batch)
 
@@ -138,15 +137,6 @@ class Manager:
     def _bury(self) -> None:
         while self._dead:
             self.release(self._dead.popleft())
-
-    def _all_blocks(self) -> list[Block]:
-        seen: dict[int, Block] = {}
-        for batch in self._batches:
-            for row in batch.blocks:
-                for blocks in row:
-                    for block in blocks:
-                        seen[id(block)] = block
-        return list(seen.values())
 
     # ------------------------------------------------------------------ steps
 
@@ -268,11 +258,11 @@ class Manager:
         learn(
             batch,
             counts,
+            self.columns,
             self.config.memory,
             self.counters,
             slots=self.tiers.hot_slots(max(g.block_bytes for g in batch.geometries if g)),
             rows=sum(b.layers * b.size for b in self._batches),
-            others=self._all_blocks() if len(self._batches) > 1 else (),
         )
         self.mover.rebalance()
 
@@ -290,11 +280,11 @@ class Manager:
             stored = min((n for n in batch.lengths if n), default=0)
             if not 0 <= length <= stored:
                 raise CapacityError(f"crop to {length} tokens: the cache holds {stored}")
-            for layer, row in enumerate(batch.blocks):
+            for layer in range(batch.layers):
                 left = min(length, batch.lengths[layer])
                 keep = -(-left // batch.block_size)
-                for blocks in row:
-                    self._reserver.drop(batch, blocks, keep)
+                for sequence in range(batch.size):
+                    self._reserver.drop(batch, layer, sequence, keep)
                 batch.lengths[layer] = left
 
     def fork(self, batch: Batch, sequences: Sequence[int], length: int | None = None) -> Batch:
@@ -313,7 +303,7 @@ class Manager:
             lengths = [n if length is None else min(length, n) for n in batch.lengths]
             new = self.new_batch(len(sequences), batch.layers, max(lengths))
             new.geometries = list(batch.geometries)
-            new.retention = list(batch.retention)
+            new.retention = batch.retention
             for layer in range(batch.layers):
                 for target, source in enumerate(sequences):
                     for block in batch.blocks[layer][source][
@@ -415,16 +405,6 @@ class Manager:
             self._bury()
             self.mover.collect()
             return observe.take(self, self._batches)
-
-
-def _blocks_of(manager: weakref.ref[Manager]) -> Callable[[], list[Block]]:
-    """All blocks of a manager, without keeping it alive: its memory goes with its last cache."""
-
-    def blocks() -> list[Block]:
-        alive = manager()
-        return [] if alive is None else alive._all_blocks()
-
-    return blocks
 
 
 def _close(batches: list[Batch]) -> None:

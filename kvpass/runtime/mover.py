@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from operator import attrgetter
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy as np
 from kvpass.config import MemoryConfig
 from kvpass.runtime import policy
 from kvpass.runtime.batch import Block
+from kvpass.runtime.columns import Columns
 from kvpass.runtime.geometry import BlockGeometry
 from kvpass.runtime.metrics import Counters, LinkRate
 from kvpass.runtime.migrate import Copier, Move
@@ -28,40 +28,11 @@ def events_of(block: Block) -> list[Any]:
 
 def movable(block: Block) -> bool:
     """Whether a block may change place now: written through, and nobody in a step with it."""
-    if not block.full or block.cold is None or block.move is not None:
-        return False
-    # A loop, not all(...): this runs for every block when a window ends.
-    for owner in block.owners:  # noqa: SIM110
-        if owner[0].active is not None:
-            return False
-    return True
-
-
-def _retention(block: Block) -> float:
-    """Of the layer it belongs to; a shared block has the same layer everywhere."""
-    for batch, layer, _, _ in block.owners:
-        return batch.retention[layer]
-    return 0.0
-
-
-def arrays(blocks: list[Block]) -> policy.BlockArrays:
-    """The metadata that policy decides on."""
-
-    def column(name: str, dtype: Any) -> Any:
-        return np.fromiter(map(attrgetter(name), blocks), dtype, len(blocks))
-
-    ages = list(map(attrgetter("ages"), blocks))
-    return policy.BlockArrays(
-        frequency=column("frequency", np.float64),
-        heat=column("heat", np.uint8),
-        index=column("index", np.int64),
-        resident=column("resident", np.bool_),
-        movable=np.fromiter(map(movable, blocks), np.bool_, len(blocks)),
-        rate=column("rate", np.float64),
-        ages=np.array(ages, dtype=np.int64).reshape(-1, policy.K),
-        protected=column("protected", np.bool_),
-        retention=np.fromiter(map(_retention, blocks), np.float64, len(blocks)),
-        demoted=column("demoted", np.int64),
+    return (
+        block.full
+        and block.cold is not None
+        and block.move is None
+        and all(owner[0].active is None for owner in block.owners)
     )
 
 
@@ -72,7 +43,7 @@ class Mover:
         tiers: the slots.
         copier: runs copies beside compute.
         counters: counts what was done.
-        blocks: gives all live blocks.
+        columns: what is known of the blocks.
         memory: options of the policy.
 
     Attributes:
@@ -84,13 +55,13 @@ class Mover:
         tiers: Tiers,
         copier: Copier,
         counters: Counters,
-        blocks: Callable[[], list[Block]],
+        columns: Columns,
         memory: MemoryConfig,
     ) -> None:
         self.tiers = tiers
         self.copier = copier
         self.counters = counters
-        self.blocks = blocks
+        self.columns = columns
         self.link = LinkRate()
         self.min_frequency = memory.min_frequency
         self.hot_zone_ratio = memory.hot_zone_ratio
@@ -204,57 +175,49 @@ class Mover:
         self.tiers.free(hot, events_of(block))
         self.counters.demoted_blocks += 1
 
-    def demote_some(self, geometry: BlockGeometry, count: int, *, pressure: bool) -> int:
+    def demote_some(self, size: int, count: int, *, pressure: bool) -> int:
         """Demote up to ``count`` blocks of a size, the coldest first; returns how many."""
-        hot = [
-            block
-            for block in self.blocks()
-            if block.hot is not None and block.geometry.block_bytes == geometry.block_bytes
-        ]
+        if count <= 0:
+            return 0
+        ids = self.columns.owned(size)
+        hot = ids[self.columns.has_hot[ids]]
         chosen = policy.victims(
-            arrays(hot), count, min_frequency=self.min_frequency, pressure=pressure
+            self.columns.arrays(hot), count, min_frequency=self.min_frequency, pressure=pressure
         )
-        for i in chosen:
-            self.demote(hot[i])
+        for i in hot[chosen].tolist():
+            self.demote(self.columns.block(i))
         return len(chosen)
 
     def relieve(self) -> None:
         """Demote rarely accessed blocks while the hot tier is above its threshold."""
-        if self.tiers.excess() <= 0:
-            return
-        seen: dict[int, BlockGeometry] = {b.geometry.block_bytes: b.geometry for b in self.blocks()}
-        for size, geometry in seen.items():
-            over = self.tiers.excess()
-            if over > 0:
-                self.demote_some(geometry, -(-over // size), pressure=False)
+        for size in self.tiers.sizes:
+            self.demote_some(size, -(-self.tiers.excess() // size), pressure=False)
 
     def rebalance(self) -> None:
         """What the policy decides at the end of a window: zones, demotions, promotions."""
-        blocks = self.blocks()
+        columns = self.columns
         bounces = 0
         for size in self.tiers.sizes:
-            mine = [b for b in blocks if b.geometry.block_bytes == size]
-            if not mine:
+            ids = columns.owned(size)
+            if not len(ids):
                 continue
-            known = arrays(mine)
             plan = policy.plan(
-                known,
-                np.array([b.hot is not None for b in mine], dtype=bool),
+                columns.arrays(ids),
+                columns.has_hot[ids],
                 slots=self.tiers.hot_slots(size),
-                room=self.tiers.free_hot(mine[0].geometry),
+                room=self.tiers.free_hot(columns.block(ids[0]).geometry),
                 over=-(-self.tiers.excess() // size),
                 level=self.threshold.level,
                 min_frequency=self.min_frequency,
                 hot_zone_ratio=self.hot_zone_ratio,
             )
-            for i in np.flatnonzero(plan.protected != known.protected):
-                mine[i].protected = bool(plan.protected[i])
-            for i in plan.demoted:
-                self.demote(mine[i])
+            columns.protected[ids] = plan.protected
+            for i in ids[plan.demoted].tolist():
+                self.demote(columns.block(i))
             for candidate, victim in plan.promoted:
                 if victim >= 0:
-                    self.demote(mine[victim])
-                if not self.promote(mine[candidate]):
+                    self.demote(columns.block(ids[victim]))
+                if not self.promote(columns.block(ids[candidate])):
                     break
             bounces += plan.bounces
         self._watch(bounces)
@@ -271,18 +234,16 @@ class Mover:
 
     def spare_cold(self, geometry: BlockGeometry) -> Any:
         """A cold slot whose block has a hot copy too, for when the cold tier is full; or None."""
-        for block in self.blocks():
-            if (
-                block.hot is not None
-                and block.geometry.block_bytes == geometry.block_bytes
-                and movable(block)
-            ):
-                slot, block.cold = block.cold, None
-                assert slot is not None
-                slot.fences.extend(events_of(block))
-                self._backlog.append(block)
-                return slot
-        return None
+        ids = self.columns.owned(geometry.block_bytes)
+        spare = np.flatnonzero(self.columns.has_hot[ids] & self.columns.movable(ids))
+        if not len(spare):
+            return None
+        block = self.columns.block(ids[spare[0]])
+        slot, block.cold = block.cold, None
+        assert slot is not None
+        slot.fences.extend(events_of(block))
+        self._backlog.append(block)
+        return slot
 
     def forget_cold(self, block: Block) -> None:
         """Give up the cold copy of a block that is hot too, until there is room again."""
@@ -308,3 +269,4 @@ class Mover:
             if slot is not None:
                 self.tiers.free(slot, waiting)
         block.hot = block.cold = None
+        block.retire()

@@ -62,22 +62,60 @@ def test_victims_are_allowed_distinct_and_coldest_first(blocks, count, min_frequ
         assert (np.diff(residents)[np.diff(over) == 0] >= 0).all(), "residents go last"
 
 
-@given(block_arrays(), block_arrays(), st.integers(0, 20), st.integers(0, 20), st.floats(0.5, 64))
-def test_promotions_are_worth_their_victims(hot, cold, room, limit, min_frequency):
-    pairs = policy.promotions(hot, cold, room=room, limit=limit, min_frequency=min_frequency)
+@given(block_arrays(), st.integers(0, 20), st.integers(0, 20), st.floats(0.5, 64), st.randoms())
+def test_promotions_are_worth_their_victims(blocks, room, limit, min_frequency, random):
+    hot = np.array([random.random() < 0.5 for _ in range(len(blocks))], dtype=bool)
+    pairs = policy.promotions(blocks, hot, room=room, limit=limit, min_frequency=min_frequency)
     assert len(pairs) <= limit
     assert len({c for c, _ in pairs}) == len(pairs)
     taken = [v for _, v in pairs if v >= 0]
     assert len(set(taken)) == len(taken)
-    assert sum(v < 0 for _, v in pairs) <= room
+    wanted = ~hot & blocks.movable & (blocks.frequency >= min_frequency)
+    assert sum(v < 0 for _, v in pairs) == min(room, limit, wanted.sum()), "free slots first"
+    worth = policy.worth(blocks)
     for candidate, victim in pairs:
-        assert cold.movable[candidate]
-        assert cold.frequency[candidate] >= min_frequency
+        assert wanted[candidate]
         if victim >= 0:
-            assert hot.movable[victim]
-            assert not hot.resident[victim]
-            worth = policy.worth(cold)[candidate]
-            assert worth >= policy.HYSTERESIS * policy.worth(hot)[victim]
+            assert hot[victim]
+            assert blocks.movable[victim]
+            assert not blocks.resident[victim]
+            assert worth[candidate] >= policy.HYSTERESIS * worth[victim]
+    if (blocks.over_share == 0).all():
+        came = worth[[c for c, _ in pairs]]
+        assert (np.diff(came) <= 0).all(), "those worth most first"
+        wanted[[c for c, _ in pairs]] = False
+        assert not len(came) or not (worth[wanted] > came[-1]).any(), "none worth more is left"
+        givable = hot & blocks.movable & ~blocks.resident & ~np.isnan(blocks.rate)
+        givable[taken] = False
+        if len(pairs) < limit and wanted.any() and givable.any():
+            next_victim = policy.coldest(blocks, np.flatnonzero(givable), 1)
+            best = worth[wanted].max()
+            assert best < policy.HYSTERESIS * worth[next_victim], "as many as are worth it"
+
+
+@given(block_arrays(), st.integers(-1, 40), st.randoms())
+def test_the_coldest_are_the_first_of_all_in_order(blocks, count, random):
+    everything = policy.coldest_first(blocks)
+    rank = list(
+        zip(
+            -blocks.over_share,
+            blocks.resident,
+            blocks.protected,
+            policy.worth(blocks),
+            blocks.retention,
+            blocks.heat,
+            -blocks.ages[:, -1],
+            -blocks.ages[:, 0],
+            blocks.index,
+            strict=True,
+        )
+    )
+    assert everything.tolist() == sorted(range(len(blocks)), key=rank.__getitem__)
+    among = np.array([random.random() < 0.7 for _ in range(len(blocks))], dtype=bool)
+    np.testing.assert_array_equal(
+        policy.coldest(blocks, np.flatnonzero(among), count),
+        everything[among[everything]][: max(count, 0)],
+    )
 
 
 @given(st.integers(1, 40), st.integers(0, 40), st.integers(0, 10))

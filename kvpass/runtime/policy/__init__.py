@@ -8,7 +8,6 @@ from kvpass.runtime.policy.arrays import NEVER, BlockArrays, K
 from kvpass.runtime.policy.choose import HYSTERESIS, admit, place, promotions, victims
 from kvpass.runtime.policy.heat import (
     MAX_HEAT,
-    coldest_first,
     fold,
     next_ages,
     next_heat,
@@ -16,6 +15,7 @@ from kvpass.runtime.policy.heat import (
     next_window,
     worth,
 )
+from kvpass.runtime.policy.order import coldest, coldest_first
 from kvpass.runtime.policy.retention import resident_blocks, resident_cap, residents
 from kvpass.runtime.policy.thrash import Threshold
 from kvpass.runtime.policy.window import Plan, plan
@@ -30,6 +30,7 @@ __all__ = [
     "Plan",
     "Threshold",
     "admit",
+    "coldest",
     "coldest_first",
     "fold",
     "next_ages",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -29,7 +30,7 @@ class BlockArrays:
         resident: belongs to the part of its sequence that stays hot.
         movable: full, written through, and its sequence not in a step: may be demoted.
         rate: accesses a window, smoothed over past windows; NaN before one passed.
-        ages: int64 ``[N, K]``, windows since the K last windows with an access, newest first.
+        ages: ``[N, K]``, windows since the K last windows with an access, newest first.
         protected: in the protected zone of the hot arena.
         retention: how much longer to keep it, by the depth of its layer; 1 counts as twice the
             accesses. Higher is kept longer.
@@ -39,30 +40,30 @@ class BlockArrays:
 
     frequency: NDArray[np.float64]
     heat: NDArray[np.uint8]
-    index: NDArray[np.int64]
+    index: NDArray[np.signedinteger[Any]]
     resident: NDArray[np.bool_]
     movable: NDArray[np.bool_]
     rate: NDArray[np.float64] = None  # type: ignore[assignment]  # set below, as the others
-    ages: NDArray[np.int64] = None  # type: ignore[assignment]
+    ages: NDArray[np.signedinteger[Any]] = None  # type: ignore[assignment]
     protected: NDArray[np.bool_] = None  # type: ignore[assignment]
     retention: NDArray[np.float64] = None  # type: ignore[assignment]
     over_share: NDArray[np.float64] = None  # type: ignore[assignment]
-    demoted: NDArray[np.int64] = None  # type: ignore[assignment]
+    demoted: NDArray[np.signedinteger[Any]] = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         """Fill in what was left out."""
         count = len(self.frequency)
-        defaults: dict[str, Any] = {
-            "rate": self.frequency.copy(),
-            "ages": np.full((count, K), NEVER, dtype=np.int64),
-            "protected": np.zeros(count, dtype=bool),
-            "retention": np.zeros(count),
-            "over_share": np.zeros(count),
-            "demoted": np.full(count, NEVER, dtype=np.int64),
+        defaults: dict[str, Callable[[], Any]] = {
+            "rate": self.frequency.copy,
+            "ages": lambda: np.full((count, K), NEVER, dtype=np.int64),
+            "protected": lambda: np.zeros(count, dtype=bool),
+            "retention": lambda: np.zeros(count),
+            "over_share": lambda: np.zeros(count),
+            "demoted": lambda: np.full(count, NEVER, dtype=np.int64),
         }
-        for name, value in defaults.items():
+        for name, default in defaults.items():
             if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
+                object.__setattr__(self, name, default())
 
     def __len__(self) -> int:
         """Blocks."""

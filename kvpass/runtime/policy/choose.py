@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from kvpass.runtime.policy.arrays import BlockArrays
-from kvpass.runtime.policy.heat import coldest_first, worth
+from kvpass.runtime.policy.heat import worth
+from kvpass.runtime.policy.order import coldest
 
 HYSTERESIS = 1.1
 """A cold block must be accessed this many times as often as the hot one it replaces."""
@@ -74,17 +77,18 @@ def victims(
     Returns:
         Indices into the arrays.
     """
+    if count <= 0:
+        return np.zeros(0, dtype=np.int64)
     allowed = blocks.movable.copy()
     if not pressure:
         with np.errstate(invalid="ignore"):
             allowed &= ~blocks.resident & (blocks.frequency < min_frequency)
-    order = coldest_first(blocks)
-    return order[allowed[order]][: max(count, 0)]
+    return coldest(blocks, np.flatnonzero(allowed), count)
 
 
 def promotions(
-    hot: BlockArrays,
-    cold: BlockArrays,
+    blocks: BlockArrays,
+    hot: NDArray[np.bool_],
     *,
     room: int,
     limit: int,
@@ -94,34 +98,48 @@ def promotions(
     """Which cold blocks to bring into the hot tier, and whose slots they take.
 
     Args:
-        hot: blocks in the hot tier.
-        cold: blocks whose only copy is cold.
+        blocks: hot and cold ones.
+        hot: ``[N]`` those in the hot tier.
         room: hot slots that may be filled without a demotion.
         limit: moves at most.
         min_frequency: accesses a window that a block needs to be promoted.
         margin: how many times the worth of the block that it replaces a cold block must have.
 
     Returns:
-        Pairs (index into cold, index into hot or -1 for a free slot), hottest first.
+        Pairs (block, block whose slot it takes or -1 for a free slot), those worth most first.
     """
-    cold_worth, hot_worth = worth(cold), worth(hot)
-    with np.errstate(invalid="ignore"):
-        wanted = np.flatnonzero(cold.movable & (cold.rate >= min_frequency))
-    wanted = wanted[np.lexsort((cold.index[wanted], -cold_worth[wanted], cold.over_share[wanted]))]
-    order = coldest_first(hot)
-    givable = order[(hot.movable & ~hot.resident & ~np.isnan(hot.rate))[order]]
-    pairs: list[tuple[int, int]] = []
-    taken = 0
-    for candidate in wanted[: max(limit, 0)]:
-        if room > 0:
-            room -= 1
-            pairs.append((int(candidate), -1))
-        elif taken < len(givable):
-            victim = givable[taken]
-            if cold_worth[candidate] < margin * hot_worth[victim]:
-                break
-            taken += 1
-            pairs.append((int(candidate), int(victim)))
-        else:
+    value = worth(blocks)
+    wanted = np.flatnonzero(~hot & blocks.movable & (blocks.rate >= min_frequency))
+    limit = min(limit, len(wanted))
+    room = min(max(room, 0), limit)
+    givable = np.zeros(0, dtype=np.int64)
+    if room < limit:
+        givable = np.flatnonzero(hot & blocks.movable & ~blocks.resident & ~np.isnan(blocks.rate))
+        # Only what is worth more than the least of them can take a slot: few, when all is calm.
+        least = value[givable].min(initial=np.inf)
+        limit = min(limit, max(room, int((value[wanted] >= margin * least).sum())))
+    if limit <= 0:
+        return []
+    wanted = wanted[_hottest(value[wanted], blocks.index[wanted], blocks.over_share[wanted], limit)]
+    pairs = [(int(block), -1) for block in wanted[:room]]
+    givable = coldest(blocks, givable, limit - room)
+    for block, victim in zip(wanted[room:].tolist(), givable.tolist(), strict=False):
+        if value[block] < margin * value[victim]:
             break
+        pairs.append((block, victim))
     return pairs
+
+
+def _hottest(
+    value: NDArray[np.float64],
+    index: NDArray[np.signedinteger[Any]],
+    over_share: NDArray[np.float64],
+    count: int,
+) -> NDArray[np.int64]:
+    """The ``count`` that are promoted first: within their share, worth most, earliest."""
+    likely = np.arange(len(value))
+    if count < len(value) and (over_share == over_share[0]).all():
+        bar = np.partition(value, len(value) - count)[len(value) - count]
+        likely = np.flatnonzero(value >= bar)
+    order = np.lexsort((index[likely], -value[likely], over_share[likely]))
+    return likely[order[:count]]

@@ -129,28 +129,3 @@ def worth(blocks: BlockArrays) -> NDArray[np.float64]:
         ``[N]``, infinite where no window has passed: a new block is not cold.
     """
     return np.nan_to_num(blocks.rate, nan=np.inf) * np.exp2(blocks.retention)
-
-
-def coldest_first(blocks: BlockArrays) -> NDArray[np.int64]:
-    """Order in which blocks give up their slots.
-
-    Sequences above their fair share first; then blocks that may go before residents, probation
-    before the protected zone, and less worth before more. Ties go by retention, the 2-bit counter,
-    the K-th last access (LRU-K: the longer ago, the earlier) and the position in the sequence.
-
-    Returns:
-        ``[N]`` indices into the arrays.
-    """
-    return np.lexsort(
-        (
-            blocks.index,
-            -blocks.ages[:, 0],
-            -blocks.ages[:, -1],
-            blocks.heat,
-            blocks.retention,
-            worth(blocks),
-            blocks.protected,
-            blocks.resident,
-            -blocks.over_share,
-        )
-    )

@@ -63,18 +63,17 @@ def plan(
         hot_zone_ratio: protected share of the arena.
     """
     blocks = replace(blocks, protected=next_protected(blocks, hot, slots, hot_zone_ratio))
-    here = np.flatnonzero(hot)
+    here = np.flatnonzero(hot) if over > 0 else np.zeros(0, dtype=np.int64)
     demoted = here[victims(blocks.take(here), over, min_frequency=min_frequency, pressure=False)]
-    stays = np.setdiff1d(here, demoted)
-    cold = np.flatnonzero(~hot)
-    pairs = promotions(
-        blocks.take(stays),
-        blocks.take(cold),
+    leaves = np.zeros(len(blocks), dtype=bool)
+    leaves[demoted] = True
+    promoted = promotions(
+        replace(blocks, movable=blocks.movable & ~leaves),
+        hot,
         room=max(room, 0) + len(demoted),
         limit=max(1, slots // MOVES),
         min_frequency=min_frequency,
         margin=HYSTERESIS * 2**level,
     )
-    promoted = [(int(cold[c]), int(stays[v]) if v >= 0 else -1) for c, v in pairs]
-    bounces = sum(int(blocks.demoted[c]) <= BOUNCE_WINDOWS for c, _ in promoted)
+    bounces = sum(int(blocks.demoted[block]) <= BOUNCE_WINDOWS for block, _ in promoted)
     return Plan(blocks.protected, demoted, promoted, bounces)

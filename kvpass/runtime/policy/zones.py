@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpass.runtime.policy.arrays import NEVER, BlockArrays
-from kvpass.runtime.policy.heat import coldest_first
+from kvpass.runtime.policy.order import coldest
 
 
 def next_protected(
@@ -37,9 +37,7 @@ def next_protected(
     excess = int(wanted.sum()) - int(slots * hot_zone_ratio)
     if excess > 0:
         # Only what the blocks are worth counts here, not the zone they come from.
-        equal = replace(
-            blocks, protected=np.zeros(len(blocks), bool), resident=np.zeros(len(blocks), bool)
-        )
-        order = coldest_first(equal)
-        wanted[order[wanted[order]][:excess]] = False
+        nowhere = np.zeros(len(blocks), dtype=bool)
+        equal = replace(blocks, protected=nowhere, resident=nowhere)
+        wanted[coldest(equal, np.flatnonzero(wanted), excess, ordered=False)] = False
     return wanted
