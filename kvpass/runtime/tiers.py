@@ -115,14 +115,12 @@ class Tiers:
 
     def take_hot(self, geometry: BlockGeometry) -> Slot | None:
         """A hot slot, or None; its fences are still to be waited for."""
-        with torch.inference_mode(False):
-            return self._pair(geometry)[0].allocate()
+        return self._pair(geometry)[0].allocate()
 
     def take_cold(self, geometry: BlockGeometry) -> Slot | None:
         """A cold slot, or None; its fences are still to be waited for."""
         try:
-            with torch.inference_mode(False):
-                return self._pair(geometry)[1].allocate()
+            return self._pair(geometry)[1].allocate()
         except OutOfMemoryError:
             if self.hot.capacity:
                 return None  # the hot tier may have room; the caller raises when it has none

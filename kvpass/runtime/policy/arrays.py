@@ -17,6 +17,15 @@ NEVER = 1 << 15
 """Age, in windows, of what has not happened; ages stop growing there."""
 
 
+_DEFAULTS: dict[str, Callable[[int], Any]] = {
+    "ages": lambda count: np.full((count, K), NEVER, dtype=np.int64),
+    "protected": lambda count: np.zeros(count, dtype=bool),
+    "retention": np.zeros,
+    "over_share": np.zeros,
+    "demoted": lambda count: np.full(count, NEVER, dtype=np.int64),
+}
+
+
 @dataclass(frozen=True)
 class BlockArrays:
     """Metadata of N blocks, one array a property, each ``[N]`` unless said otherwise.
@@ -52,18 +61,11 @@ class BlockArrays:
 
     def __post_init__(self) -> None:
         """Fill in what was left out."""
-        count = len(self.frequency)
-        defaults: dict[str, Callable[[], Any]] = {
-            "rate": self.frequency.copy,
-            "ages": lambda: np.full((count, K), NEVER, dtype=np.int64),
-            "protected": lambda: np.zeros(count, dtype=bool),
-            "retention": lambda: np.zeros(count),
-            "over_share": lambda: np.zeros(count),
-            "demoted": lambda: np.full(count, NEVER, dtype=np.int64),
-        }
-        for name, default in defaults.items():
+        for name, default in _DEFAULTS.items():
             if getattr(self, name) is None:
-                object.__setattr__(self, name, default())
+                object.__setattr__(self, name, default(len(self.frequency)))
+        if self.rate is None:
+            object.__setattr__(self, "rate", self.frequency.copy())
 
     def __len__(self) -> int:
         """Blocks."""

@@ -128,4 +128,5 @@ def worth(blocks: BlockArrays) -> NDArray[np.float64]:
     Returns:
         ``[N]``, infinite where no window has passed: a new block is not cold.
     """
-    return np.nan_to_num(blocks.rate, nan=np.inf) * np.exp2(blocks.retention)
+    expected: NDArray[np.float64] = np.where(np.isnan(blocks.rate), np.inf, blocks.rate)
+    return expected * np.exp2(blocks.retention)
