@@ -127,7 +127,7 @@ def test_columns_agree_with_blocks_after_any_operations(hot, operations):
     )
     manager = Manager(config, "cpu")
     batches: list[Batch] = []
-    for operation, number in operations:
+    for operation, number in [("new", hot), ("append", 90), *operations]:
         batch = batches[number % len(batches)] if batches else None
         if operation == "new" or batch is None:
             batches.append(manager.new_batch(1 + number % 2, 2, BLOCK))

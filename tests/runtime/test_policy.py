@@ -17,9 +17,9 @@ from kvpass.runtime import policy
 def block_arrays(draw, most: int = 30) -> policy.BlockArrays:
     count = draw(st.integers(0, most))
     lists = st.lists
-    frequency = draw(
-        lists(st.one_of(st.just(float("nan")), st.floats(0, 64)), min_size=count, max_size=count)
-    )
+    often = st.one_of(st.just(float("nan")), st.integers(0, 8).map(float), st.floats(0, 64))
+    frequency = draw(lists(often, min_size=count, max_size=count))
+    plain = draw(st.booleans())  # as without shares and retention
     flags = lists(st.booleans(), min_size=count, max_size=count)
     return policy.BlockArrays(
         frequency=np.array(frequency, dtype=np.float64),
@@ -38,10 +38,12 @@ def block_arrays(draw, most: int = 30) -> policy.BlockArrays:
             dtype=np.int64,
         ).reshape(count, policy.K),
         protected=np.array(draw(flags), dtype=bool),
-        retention=np.array(draw(lists(st.floats(-2, 2), min_size=count, max_size=count))),
-        over_share=np.array(
-            draw(lists(st.sampled_from([0.0, 0.5]), min_size=count, max_size=count))
-        ),
+        retention=np.zeros(count)
+        if plain
+        else np.array(draw(lists(st.floats(-2, 2), min_size=count, max_size=count))),
+        over_share=np.zeros(count)
+        if plain
+        else np.array(draw(lists(st.sampled_from([0.0, 0.5]), min_size=count, max_size=count))),
     )
 
 
@@ -242,7 +244,7 @@ def test_retention_and_shares_order_blocks_of_equal_heat():
 def test_residents_are_the_first_the_last_and_the_hottest(sizes, first, ratio, cap, random):
     row = np.repeat(np.arange(len(sizes)), sizes)
     index = np.concatenate([np.arange(n) for n in sizes])
-    worth = np.array([random.random() for _ in row])
+    worth = np.array([random.choice([0.0, 1.0, 2.0, random.random()]) for _ in row])
     shuffled = np.array(random.sample(range(len(row)), len(row)))
     chosen = np.empty(len(row), dtype=bool)
     chosen[shuffled] = policy.residents(
@@ -259,6 +261,9 @@ def test_residents_are_the_first_the_last_and_the_hottest(sizes, first, ratio, c
         here = worth[row == which]
         if middle and others:
             assert here[middle].min() >= here[others].max()
+            equal = [i for i in middle if here[i] == here[others].max()]
+            best = [i for i in others if here[i] == here[others].max()]
+            assert not equal or max(equal) < min(best), "the earlier of equal ones"
             assert mine[max(size - 2, first) :].all(), "the end comes before the hottest"
 
 
