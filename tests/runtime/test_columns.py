@@ -157,6 +157,19 @@ def test_columns_agree_with_blocks_after_any_operations(hot, operations):
     agree(manager, batches)
 
 
+def test_a_request_that_no_tier_can_hold_leaves_nothing_behind():
+    config = Config(block_size=BLOCK, hot=3 * SIZE, cold=2 * SIZE, resident_tokens=0)
+    manager = Manager(config, "cpu")
+    batch = manager.new_batch(1, 1, BLOCK)
+    batch.define(0, GEOMETRY)
+    with manager.step(batch, 2 * BLOCK, [0]):
+        pass
+    with pytest.raises(OutOfMemoryError), manager.step(batch, 9 * BLOCK, [0]):
+        pass
+    agree(manager, [batch])
+    assert manager.columns.live == 2
+
+
 def test_a_shared_block_is_accessed_by_all_who_share_it():
     driver = Driver(heads=1, layers=2, heat_interval=8, resident_tokens=0)
     driver.append(2 * BLOCK)

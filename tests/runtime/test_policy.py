@@ -120,6 +120,51 @@ def test_the_coldest_are_the_first_of_all_in_order(blocks, count, random):
     )
 
 
+def many_blocks(rng: np.random.Generator, count: int = 60) -> policy.BlockArrays:
+    """Blocks with many equal values, as in a run that repeats itself; half the time no shares."""
+    frequency = rng.integers(0, 12, count).astype(np.float64)
+    frequency[rng.random(count) < 0.1] = np.nan
+    return policy.BlockArrays(
+        frequency=frequency,
+        heat=rng.integers(0, 4, count).astype(np.uint8),
+        index=rng.permutation(count),
+        resident=rng.random(count) < 0.2,
+        movable=rng.random(count) < 0.8,
+        ages=np.sort(rng.integers(0, 4, (count, policy.K)), axis=1),
+        protected=rng.random(count) < 0.5,
+        over_share=rng.integers(0, 2, count) * 0.5 * rng.integers(0, 2),
+    )
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 8), st.integers(1, 30))
+def test_partial_sorting_chooses_as_full_sorting_does(seed, room, limit):
+    """Beside the plain way: sort everything, walk until a pair is not worth it."""
+    rng = np.random.default_rng(seed)
+    blocks = many_blocks(rng)
+    hot = rng.random(len(blocks)) < 0.5
+    worth = policy.worth(blocks)
+    order = policy.coldest_first(blocks).tolist()
+    for count in (1, limit, 59, 60, 99):
+        among = np.flatnonzero(hot)
+        expected = [i for i in order if hot[i]][:count]
+        assert policy.coldest(blocks, among, count).tolist() == expected
+        assert set(policy.coldest(blocks, among, count, ordered=False)) == set(expected)
+    wanted = [i for i in range(60) if not hot[i] and blocks.movable[i] and blocks.rate[i] >= 2]
+    wanted.sort(key=lambda i: (blocks.over_share[i], -worth[i], blocks.index[i]))
+    givable = [
+        i
+        for i in order
+        if hot[i] and blocks.movable[i] and not blocks.resident[i] and blocks.rate[i] >= 0
+    ]
+    expected = [(i, -1) for i in wanted[:room][:limit]]
+    for block, victim in zip(wanted[room:limit], givable, strict=False):
+        if worth[block] < policy.HYSTERESIS * worth[victim]:
+            break
+        expected.append((block, victim))
+    pairs = policy.promotions(blocks, hot, room=room, limit=limit, min_frequency=2.0)
+    assert pairs == expected
+
+
 @given(st.integers(1, 40), st.integers(0, 40), st.integers(0, 10))
 def test_new_blocks_fill_the_room_unfinished_first(count, room, resident):
     last = np.zeros(count, dtype=bool)
@@ -239,13 +284,14 @@ def test_retention_and_shares_order_blocks_of_equal_heat():
     st.integers(0, 6),
     st.floats(0, 1),
     st.integers(0, 6),
-    st.randoms(),
+    st.integers(0, 2**32 - 1),
 )
-def test_residents_are_the_first_the_last_and_the_hottest(sizes, first, ratio, cap, random):
+def test_residents_are_the_first_the_last_and_the_hottest(sizes, first, ratio, cap, seed):
+    random = np.random.default_rng(seed)
     row = np.repeat(np.arange(len(sizes)), sizes)
     index = np.concatenate([np.arange(n) for n in sizes])
-    worth = np.array([random.choice([0.0, 1.0, 2.0, random.random()]) for _ in row])
-    shuffled = np.array(random.sample(range(len(row)), len(row)))
+    worth = random.integers(0, 3, len(row)).astype(np.float64)
+    shuffled = random.permutation(len(row))
     chosen = np.empty(len(row), dtype=bool)
     chosen[shuffled] = policy.residents(
         row[shuffled], index[shuffled], worth[shuffled], first=first, ratio=ratio, cap=cap

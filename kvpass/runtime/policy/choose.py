@@ -117,7 +117,7 @@ def promotions(
         givable = np.flatnonzero(hot & blocks.movable & ~blocks.resident & ~np.isnan(blocks.rate))
         # Only what is worth more than the least of them can take a slot: few, when all is calm.
         least = value[givable].min(initial=np.inf)
-        limit = min(limit, max(room, int((value[wanted] >= margin * least).sum())))
+        limit = min(limit, room + int((value[wanted] >= margin * least).sum()))
     if limit <= 0:
         return []
     wanted = wanted[_hottest(value[wanted], blocks.index[wanted], blocks.over_share[wanted], limit)]
