@@ -120,9 +120,10 @@ def test_the_coldest_are_the_first_of_all_in_order(blocks, count, random):
     )
 
 
-def many_blocks(rng: np.random.Generator, count: int = 60) -> policy.BlockArrays:
+def many_blocks(rng: np.random.Generator, hot: np.ndarray) -> policy.BlockArrays:
     """Blocks with many equal values, as in a run that repeats itself; half the time no shares."""
-    frequency = rng.integers(0, 12, count).astype(np.float64)
+    count = len(hot)
+    frequency = rng.integers(0, 12, count) + hot * rng.integers(0, 9).astype(np.float64)
     frequency[rng.random(count) < 0.1] = np.nan
     return policy.BlockArrays(
         frequency=frequency,
@@ -140,8 +141,8 @@ def many_blocks(rng: np.random.Generator, count: int = 60) -> policy.BlockArrays
 def test_partial_sorting_chooses_as_full_sorting_does(seed, room, limit):
     """Beside the plain way: sort everything, walk until a pair is not worth it."""
     rng = np.random.default_rng(seed)
-    blocks = many_blocks(rng)
-    hot = rng.random(len(blocks)) < 0.5
+    hot = rng.random(60) < 0.5
+    blocks = many_blocks(rng, hot)
     worth = policy.worth(blocks)
     order = policy.coldest_first(blocks).tolist()
     for count in (1, limit, 59, 60, 99):
