@@ -352,6 +352,15 @@ def test_windows_never_exceed_the_interval_nor_stop(steps, missed, interval, blo
         assert window == min(2 * steps, interval)
 
 
+@pytest.mark.parametrize(("blocks", "shortest"), [(1, 4), (900, 4), (4096, 8), (32768, 40)])
+def test_windows_of_many_blocks_are_longer_because_deciding_takes_time(blocks, shortest):
+    window = 64
+    for _ in range(6):
+        window = policy.next_window(window, 1.0, 64, blocks)
+    assert window == shortest
+    assert policy.next_window(1, 1.0, 64, blocks) == 2, "they grow to it after a prompt"
+
+
 def test_residents_yield_to_blocks_that_are_accessed():
     assert policy.resident_cap(1000, 10) == 50, "half of the arena"
     assert policy.resident_cap(1000, 10, used=800) == 20, "what the others leave"
