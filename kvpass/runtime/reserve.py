@@ -12,6 +12,7 @@ from kvpass.runtime.batch import Batch, Block
 from kvpass.runtime.geometry import BlockGeometry
 from kvpass.runtime.metrics import Counters
 from kvpass.runtime.mover import Mover, events_of
+from kvpass.runtime.pool import Slot
 from kvpass.runtime.tiers import Tiers
 
 
@@ -122,10 +123,20 @@ class Reserver:
             self.counters.placed_cold_blocks += 1
             self.counters.spilled_blocks += unfinished
             return
-        slot = self.tiers.take_hot(block.geometry)
+        slot = self.tiers.take_hot(block.geometry) or self._wait_for_hot(block.geometry)
         if slot is None:
             raise self.tiers.full()
         block.hot = self.tiers.ready(slot)
+
+    def _wait_for_hot(self, geometry: BlockGeometry) -> Slot | None:
+        """A hot slot of a block that may leave once its copy is done: better late than refused."""
+        if not self.mover.in_flight:
+            return None
+        self.mover.settle()
+        slot = self.tiers.take_hot(geometry)
+        if slot is None and self.mover.demote_some(geometry.block_bytes, 1, pressure=True):
+            slot = self.tiers.take_hot(geometry)
+        return slot
 
     def _unshare(self, batch: Batch, layers: Sequence[int]) -> None:
         """Copy on write: the block that the next token goes to must be this sequence's own."""

@@ -238,6 +238,36 @@ def test_both_tiers_full_is_a_typed_error_and_the_cache_goes_on():
     driver.check()
 
 
+def test_a_slot_that_a_copy_holds_is_waited_for():
+    """Both tiers full, and the only block that may leave is still on its way in."""
+
+    class LateCopies:
+        def submit(self, move):
+            self.timer = threading.Timer(0.05, move.run)
+            self.timer.start()
+            return True
+
+        def depth(self):
+            return 0
+
+    size = BlockGeometry(2, 16, 16, torch.float32, BLOCK).block_bytes
+    driver = Driver(layers=1, hot=2 * size, cold=size, resident_tokens=0, min_frequency=10**6)
+    driver.append(BLOCK)
+    driver.manager.settle()
+    driver.manager.place(driver.batch, lambda *_: False)
+    driver.append(1)
+    driver.manager.settle()
+    first = driver.batch.blocks[0][0][0]
+    driver.manager.mover.copier = LateCopies()
+    assert driver.manager.mover.promote(first)
+    assert first.hot is None
+    driver.append(BLOCK)
+    driver.check()
+    assert first.hot is None
+    with pytest.raises(OutOfMemoryError):
+        driver.append(BLOCK)
+
+
 def test_a_failed_step_appends_nothing():
     driver = Driver()
     driver.append(40)
