@@ -9,6 +9,7 @@ still gives the right keys and values, as dense copies.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from kvpass.runtime.batch import Batch
 from kvpass.runtime.geometry import BlockGeometry
 from kvpass.runtime.manager import Manager
 from kvpass.runtime.metrics import Snapshot
+from kvpass.runtime.shapes import check_pair, no_layer
 from kvpass.runtime.table import normalize
 from kvpass.runtime.tiers import check_hot
 from kvpass.sizes import warn_of_small_hot
@@ -49,6 +51,7 @@ class TieredState:
         self.max_tokens = max_tokens
         self.manager = manager
         self.batch: Batch | None = None
+        self.observer: Callable[[Batch, int], None] | None = None
         self._finalizer: Any = None
         self._lock = threading.Lock()
         self._warned = False
@@ -76,6 +79,7 @@ class TieredState:
                 self.batch = self.manager.new_batch(
                     size, self.layers, self.max_tokens, self.config.fairness
                 )
+                self.batch.observer = self.observer
                 self._finalizer = self.manager.lease(self, self.batch)
                 block = max(geometry.block_bytes for geometry in geometries.values())
                 warn_of_small_hot(self.manager.tiers.hot.capacity, size * self.layers * block)
@@ -87,7 +91,7 @@ class TieredState:
                 )
             for layer, geometry in geometries.items():
                 if not 0 <= layer < self.layers:
-                    raise _no_layer(layer, self.layers)
+                    raise no_layer(layer, self.layers)
                 batch.define(layer, geometry)
                 if batch.lengths[layer] + tokens > self.max_tokens:
                     raise CapacityError(
@@ -102,7 +106,7 @@ class TieredState:
         Raises:
             ShapeError: k and v do not belong together, or there is no such layer.
         """
-        _check_pair(k, v, layer, self.layers)
+        check_pair(k, v, layer, self.layers)
         if not self._warned:
             self._warned = True
             warn_user(
@@ -142,6 +146,8 @@ class TieredState:
         """Take another batch's place (after fork); the old one is released."""
         with self._lock:
             old, self.batch = self.batch, batch
+            if batch is not None:
+                batch.observer = self.observer
             if self.manager is not None:
                 if self._finalizer is not None:
                     self._finalizer.detach()
@@ -245,7 +251,7 @@ class TieredCache:
             UnsupportedError: they are on the device ``meta``.
         """
         if not 0 <= layer_idx < len(self._lengths):
-            raise _no_layer(layer_idx, len(self._lengths))
+            raise no_layer(layer_idx, len(self._lengths))
         if key_states.device.type == "meta" or value_states.device.type == "meta":
             raise UnsupportedError(
                 "keys and values on the device 'meta' have no numbers to keep: load the model to a "
@@ -360,6 +366,12 @@ class TieredCache:
         """The batch of this cache; None before the first use."""
         return self._state.batch
 
+    def observe(self, observer: Callable[[Batch, int], None] | None) -> None:
+        """Call ``observer`` with the batch and the tokens appended after each step; None: stop."""
+        self._state.observer = observer
+        if self._state.batch is not None:
+            self._state.batch.observer = observer
+
     def _set_lengths(self, length: int) -> None:
         for layer in range(len(self._lengths)):
             self._lengths[layer] = length
@@ -424,30 +436,3 @@ def _configuration(options: dict[str, Any], manager: Manager | None) -> Config:
 
 def _is_transformers(config: Any) -> bool:
     return any(base.__module__.startswith("transformers.") for base in type(config).__mro__)
-
-
-def _no_layer(layer: int, layers: int) -> ShapeError:
-    return ShapeError(
-        f"layer {layer} of a cache made for {layers} layers, 0..{layers - 1}: make it with the "
-        "config of the model that uses it"
-    )
-
-
-def _check_pair(k: Tensor, v: Tensor, layer: int, layers: int) -> None:
-    """Refuse new keys and values that do not belong together.
-
-    Raises:
-        ShapeError: rank, batch, heads, tokens, dtype or device differ; or no such layer.
-    """
-    if not 0 <= layer < layers:
-        raise _no_layer(layer, layers)
-    pair = [f"{tuple(x.shape)} {x.dtype} on {x.device}" for x in (k, v)]
-    if k.ndim != 4 or v.ndim != 4:
-        wrong = "must both be [batch, heads, tokens, channels]"
-    elif k.shape[:3] != v.shape[:3]:
-        wrong = "must have the same batch, heads and tokens"
-    elif k.dtype != v.dtype or k.device != v.device:
-        wrong = "must have the same dtype and device"
-    else:
-        return
-    raise ShapeError(f"new keys {pair[0]} and values {pair[1]} {wrong}")

@@ -181,10 +181,24 @@ class MemoryConfig(BaseModel):
         "is promoted.",
     )
     resident_tokens: Integer = Field(
-        1024, ge=0, description="First tokens of a sequence that stay in the hot arena."
+        1024,
+        ge=0,
+        description="First tokens of a sequence that stay in the hot arena, as far as they fit.",
     )
     heat_interval: Integer = Field(
-        64, ge=1, description="Decode steps between two readings of the heat counters, a window."
+        64,
+        ge=1,
+        description="Decode steps in a window, after which the heat counters are read; windows are "
+        "shorter after a prompt and while accesses go to cold blocks.",
+    )
+    resident_ratio: Number = Field(
+        0.2, ge=0, le=1, description="Share of a sequence that stays in the hot arena."
+    )
+    hot_zone_ratio: Number = Field(
+        0.6,
+        gt=0,
+        lt=1,
+        description="Protected share of the hot arena; the rest is probation for new blocks.",
     )
     page_size: Size = Field(2 << 20, description="Slab by which the hot arena grows and shrinks.")
     poison: Boolean = Field(

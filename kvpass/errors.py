@@ -36,6 +36,10 @@ class CheckpointError(KVPassError, ValueError):
     """A checkpoint is missing, damaged, or of a model family that cannot be loaded."""
 
 
+class TraceError(KVPassError, ValueError):
+    """A trace of block accesses is missing, damaged, foreign, or was never recorded."""
+
+
 class DownloadError(CheckpointError):
     """A checkpoint cannot be fetched: no network, or the package index lacks it."""
 

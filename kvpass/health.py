@@ -125,6 +125,11 @@ def steps_a_second(before: Snapshot, after: Snapshot) -> float | None:
     return ratio(after.counters.steps - before.counters.steps, after.time - before.time)
 
 
+def _thrash(before: Snapshot, after: Snapshot) -> int:
+    """Windows between two snapshots in which blocks bounced."""
+    return after.counters.thrash_events - before.counters.thrash_events
+
+
 def _pressed(snapshot: Snapshot) -> bool:
     """Whether the hot tier is about as full as its threshold allows."""
     return snapshot.hot_used >= 0.9 * snapshot.threshold * snapshot.hot_capacity
@@ -279,7 +284,7 @@ def memory_growth(before: Page, after: Page) -> Finding:
 
 
 def slow_down(first: Snapshot, middle: Snapshot, last: Snapshot) -> Finding:
-    """Steps a second that fall, and whether more blocks are read cold."""
+    """Steps a second that fall while more blocks are read cold or move to and fro."""
     check, healthy = "speed", f"at least {SLOWER:.0%} of before"
     earlier, later = steps_a_second(first, middle), steps_a_second(middle, last)
     if not earlier or later is None or middle is first or middle is last:
@@ -288,13 +293,20 @@ def slow_down(first: Snapshot, middle: Snapshot, last: Snapshot) -> Finding:
     if later >= SLOWER * earlier:
         return Finding(check, value, healthy, "ok")
     hits = recent_hit_ratio(first, middle), recent_hit_ratio(middle, last)
+    thrash = _thrash(first, middle), _thrash(middle, last)
     fewer_hits = None not in hits and (hits[1] or 0) < (hits[0] or 0) - 0.02
-    if fewer_hits and _pressed(last):
+    if thrash[1] > thrash[0]:
+        cause = (
+            f"blocks move to and fro (in {thrash[0]} -> {thrash[1]} windows); demotion starts at "
+            f"{last.threshold:.2f} of the hot tier by now"
+        )
+        remedy = f"raise hot above {format_size(last.hot_capacity)}, or raise heat_interval"
+    elif fewer_hits and _pressed(last):
         cause = f"hot is too small: hits fell from {hits[0]:.0%} to {hits[1]:.0%}"
         remedy = f"raise hot above {format_size(last.hot_capacity)}"
     elif fewer_hits:
         cause = f"too little of each sequence stays hot: hits fell to {hits[1]:.0%}"
-        remedy = "raise resident_tokens, or lower min_frequency"
+        remedy = "raise resident_ratio, e.g. from 0.2 to 0.3"
     elif last.counters.steps == middle.counters.steps:
         cause = "no step ended in the second half: the run is over, or in a long prompt"
         remedy = "take the samples while it decodes"

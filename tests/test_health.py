@@ -173,16 +173,22 @@ def test_memory_growth() -> None:
     check(health.memory_growth(at(0), at(0)), "unknown")
 
 
-def three(steps: tuple[int, int], hits: tuple[float, float], **now: Any) -> list[Snapshot]:
-    """Snapshots a second apart; steps and hit ratio of both halves."""
+def three(
+    steps: tuple[int, int], hits: tuple[float, float], thrash: tuple[int, int] = (0, 0), **now: Any
+) -> list[Snapshot]:
+    """Snapshots a second apart; steps, hit ratio and windows that thrashed of both halves."""
     first = Counters(steps=10)
     middle = Counters(
-        steps=10 + steps[0], hot_accesses=100 * hits[0], cold_accesses=100 - 100 * hits[0]
+        steps=10 + steps[0],
+        hot_accesses=100 * hits[0],
+        cold_accesses=100 - 100 * hits[0],
+        thrash_events=thrash[0],
     )
     last = Counters(
         steps=middle.steps + steps[1],
         hot_accesses=middle.hot_accesses + 100 * hits[1],
         cold_accesses=middle.cold_accesses + 100 - 100 * hits[1],
+        thrash_events=sum(thrash),
     )
     return [snapshot(float(i), counters=c, **now) for i, c in enumerate((first, middle, last))]
 
@@ -192,8 +198,10 @@ def three(steps: tuple[int, int], hits: tuple[float, float], **now: Any) -> list
     [
         (three((100, 80), (0.9, 0.5)), "ok", "100.0 -> 80.0 steps/s"),
         (three((100, 60), (0.9, 0.5), hot_used=80 * MIB), "warn", "hot is too small|raise hot"),
-        (three((100, 60), (0.9, 0.5)), "warn", "stays hot|raise resident_tokens"),
-        (three((100, 60), (0.9, 0.9)), "warn", "not the cache|other work"),
+        (three((100, 60), (0.9, 0.5)), "warn", "stays hot|raise resident_ratio, e.g. from 0.2"),
+        (three((100, 60), (0.9, 0.9), (2, 9)), "warn", "2 -> 9 windows|at 0.80|raise hot above"),
+        (three((100, 60), (0.9, 0.5), (2, 9)), "warn", "2 -> 9 windows"),
+        (three((100, 60), (0.9, 0.9), (9, 9)), "warn", "not the cache|other work"),
         (three((100, 0), (0.9, 0.9)), "warn", "no step ended"),
         (three((0, 10), (0.9, 0.9)), "unknown", "too few steps"),
     ],

@@ -18,6 +18,7 @@ from kvpass.errors import ConfigError, KVPassError
 COMMANDS = {
     "demo": "Run SmolLM2 on a long document with most of its KV cache in the cold tier.",
     "generate": "Generate text from a model with a tiered KV cache.",
+    "simulate": "Replay recorded traces with kvpass's policy, classic ones and the optimum.",
     "explain": "Say of each attention of a model whether it is rewritten, or why not.",
     "models": "Say which attentions of transformers' models are rewritten, on tiny random ones.",
     "metrics": "Print the metrics of a running process.",

@@ -58,8 +58,8 @@ def command(
     capacity = tokens + new_tokens
 
     def cache() -> kvpass.TieredCache:
-        # Short windows and a low bar: a short run should show blocks move by heat.
-        return kvpass.TieredCache(config, capacity, hot=hot, heat_interval=16, min_frequency=1)
+        # Short windows: a short run should show blocks move by heat.
+        return kvpass.TieredCache(config, capacity, hot=hot, heat_interval=16)
 
     decoder: Any = running.compiled(loaded.decoder, inner)
     console.print("compiling on a few hundred tokens ...")

@@ -30,6 +30,13 @@ def command(
             help="Inner compiler: auto, inductor, aot_eager or eager; default KVPASS_INNER or auto."
         ),
     ] = None,
+    record_trace: Annotated[
+        Path | None,
+        typer.Option(help="File (.npz) that gets the accesses of each block, for kvpass simulate."),
+    ] = None,
+    trace_interval: Annotated[
+        int | None, typer.Option(help="Decode steps of a tick of the trace; default 1.", min=1)
+    ] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Generate again without kvpass and compare.")
     ] = False,
@@ -40,6 +47,7 @@ def command(
 ) -> None:
     """Generate greedily and print the text."""
     import sys
+    from contextlib import ExitStack
 
     import torch
 
@@ -47,10 +55,21 @@ def command(
     import model_zoo
     from kvpass.cli import running
     from kvpass.errors import ConfigError
+    from kvpass.runtime.trace import Recorder, check_target
 
     if (prompt is None) == (prompt_file is None):
         raise ConfigError("give one of --prompt and --prompt-file")
     running.check_options(inner=inner, hot=hot)
+    if record_trace is not None:
+        check_target(record_trace)
+        needed = 1 + (trace_interval or 1)  # the first token comes of the prompt
+        if max_new_tokens < needed:
+            raise ConfigError(
+                f"--max-new-tokens {max_new_tokens} leaves no tick to record: give at least "
+                f"{needed}"
+            )
+    elif trace_interval is not None:
+        raise ConfigError(f"--trace-interval {trace_interval} needs --record-trace FILE")
     ctx.with_resource(running.metrics(metrics_port))
     if prompt is not None and not prompt:
         raise ConfigError("--prompt has no tokens: give some text")
@@ -81,11 +100,18 @@ def command(
     cache = kvpass.TieredCache(loaded.config, len(ids) + max_new_tokens, hot=hot)
     decoder: Any = running.compiled(loaded.decoder, inner)
     running.say("compiling; the first tokens take half a minute or more")
-    with running.progress("tokens", max_new_tokens) as advance:
+    with running.progress("tokens", max_new_tokens) as advance, ExitStack() as stack:
+        recorder = None
+        if record_trace is not None:
+            recorder = stack.enter_context(
+                Recorder(cache, model=Path(model).name, interval=trace_interval or 1)
+            )
         run = running.decode(
             running.own_step(decoder, cache), tokens, max_new_tokens, stop=stop, on_token=advance
         )
     typer.echo(tokenizer.decode(run.tokens))
+    if recorder is not None and record_trace is not None:
+        recorder.trace().save(record_trace)
     snapshot = cache.snapshot()
     assert snapshot is not None
     share = snapshot.cold_only_bytes / max(snapshot.kv_bytes, 1)

@@ -123,7 +123,7 @@ def _numbers(before: Snapshot | None, after: Snapshot) -> Table:
         ("failed copies", str(after.counters.failed_moves)),
         ("queue", f"{after.queue - after.backlog} in flight, {after.backlog} waiting"),
         ("threshold", f"{after.threshold:.2f}"),
-        ("sequences", str(after.sequences)),
+        ("thrash", f"{after.counters.thrash_events} windows"),
         ("KV cache", f"{format_size(after.kv_bytes)}, {_hot(after.hot_bytes, after.kv_bytes)} hot"),
     ]
     for left, right in zip(cells[::2], cells[1::2], strict=True):

@@ -215,4 +215,11 @@ SERIES: tuple[Series, ...] = (
         (),
         _one(lambda s: s.threshold),
     ),
+    Series(
+        "kvpass_thrash_events",
+        "counter",
+        "Windows in which many blocks bounced between the tiers; each lowers the threshold.",
+        (),
+        _count("thrash_events"),
+    ),
 )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from kvpass.config import FairnessConfig
 from kvpass.errors import ShapeError
 from kvpass.runtime import directory
+from kvpass.runtime.columns import NO_BLOCK, Columns
 from kvpass.runtime.geometry import BlockGeometry
 from kvpass.runtime.pool import Slot
 from kvpass.runtime.service import Service
@@ -20,47 +22,89 @@ STAGING_BUFFERS = 4
 """Pinned copies of a table that may be on their way to the device at once."""
 
 
+def _column(name: str, kind: type) -> Any:
+    """An attribute of a block that lies in a column."""
+
+    def read(block: Block) -> Any:
+        return kind(getattr(block.columns, name)[block.id])
+
+    def write(block: Block, value: Any) -> None:
+        getattr(block.columns, name)[block.id] = value
+
+    return property(read, write)
+
+
 class Block:
     """K and V of ``block_size`` tokens of one layer of one sequence (or of several that share it).
 
     A full block is immutable. ``hot`` and ``cold`` are its copies; readers use the hot one.
 
     Attributes:
-        k, v: views of the copy in use, ``[kv_heads * pages, 32, head_dim]``.
+        columns: where what is known of it lies.
+        id: its row there; ``NO_BLOCK`` once it is gone.
         owners: (batch, layer, sequence, index) of every table word that names this block.
-        frequency: accesses in the last window, NaN before one has passed.
-        heat: 2-bit saturating counter.
-        move: the copy in flight, or None.
+        frequency, heat, rate, protected, resident, demoted: what the policy knows of it; see
+            :class:`kvpass.runtime.policy.BlockArrays`.
+        full: no more tokens fit.
     """
 
-    __slots__ = (
-        "cold",
-        "frequency",
-        "full",
-        "geometry",
-        "heat",
-        "hot",
-        "index",
-        "k",
-        "move",
-        "owners",
-        "resident",
-        "v",
-    )
+    __slots__ = ("_cold", "_hot", "_move", "_views", "columns", "geometry", "id", "owners")
 
-    def __init__(self, geometry: BlockGeometry, index: int) -> None:
+    frequency = _column("frequency", float)
+    rate = _column("rate", float)
+    heat = _column("heat", int)
+    protected = _column("protected", bool)
+    resident = _column("resident", bool)
+    demoted = _column("demoted", int)
+    index = _column("index", int)
+    full = _column("full", bool)
+
+    def __init__(self, columns: Columns, geometry: BlockGeometry, index: int) -> None:
+        self.columns = columns
+        self.id = columns.enlist(self)
         self.geometry = geometry
-        self.index = index
-        self.hot: Slot | None = None
-        self.cold: Slot | None = None
-        self.full = False
-        self.resident = False
+        columns.size[self.id] = geometry.block_bytes
+        columns.index[self.id] = index
+        self._hot: Slot | None = None
+        self._cold: Slot | None = None
+        self._move: Any = None
         self.owners: list[tuple[Batch, int, int, int]] = []
-        self.frequency = float("nan")
-        self.heat = 0
-        self.move: Any = None
-        self.k: torch.Tensor = None  # type: ignore[assignment]  # set by publish
-        self.v: torch.Tensor = None  # type: ignore[assignment]
+        self._views: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def hot(self) -> Slot | None:
+        """Its copy in the hot tier."""
+        return self._hot
+
+    @hot.setter
+    def hot(self, slot: Slot | None) -> None:
+        self._hot = slot
+        self.columns.has_hot[self.id] = slot is not None
+
+    @property
+    def cold(self) -> Slot | None:
+        """Its copy in the cold tier."""
+        return self._cold
+
+    @cold.setter
+    def cold(self, slot: Slot | None) -> None:
+        self._cold = slot
+        self.columns.has_cold[self.id] = slot is not None
+
+    @property
+    def move(self) -> Any:
+        """The copy in flight, or None."""
+        return self._move
+
+    @move.setter
+    def move(self, move: Any) -> None:
+        self._move = move
+        self.columns.moving[self.id] = move is not None
+
+    def retire(self) -> None:
+        """Give its row back; the block has no copy and no owner any more."""
+        self.columns.delist(self.id)
+        self.id = NO_BLOCK
 
     @property
     def slot(self) -> Slot:
@@ -69,12 +113,28 @@ class Block:
         assert slot is not None, "a block without a copy"
         return slot
 
+    @property
+    def k(self) -> torch.Tensor:
+        """Keys, ``[kv_heads * pages, 32, head_dim]``: a view of the copy in use."""
+        return self._parts()[0]
+
+    @property
+    def v(self) -> torch.Tensor:
+        """Values, likewise."""
+        return self._parts()[1]
+
+    def _parts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        views = self._views
+        if views is None:  # made when asked for: a GPU never asks, and they cost more than a move
+            raw = self.slot.raw
+            with torch.inference_mode(False):  # a later step may run outside inference mode
+                views = self._views = self.geometry.keys(raw), self.geometry.values(raw)
+        return views
+
     def publish(self) -> None:
         """Make every table that names this block name the copy in use."""
         slot = self.slot
-        with torch.inference_mode(False):  # a later step may run outside inference mode
-            self.k = self.geometry.keys(slot.raw)
-            self.v = self.geometry.values(slot.raw)
+        self._views = None
         for batch, layer, sequence, index in self.owners:
             batch.words[layer, sequence, index] = slot.address
             batch.dirty = True
@@ -94,6 +154,9 @@ class Batch:
         steps: layers of the step it is in, and of the steps nested in that.
         event: CUDA event after the last step, or None.
         service: what its sequences are promised, and their weight.
+        ids: int32 ``[L, B, blocks]``, the block that each table word names, or ``NO_BLOCK``.
+        window: decode steps of the window that runs.
+        observer: called with the batch and the tokens appended after each step, or None.
     """
 
     def __init__(
@@ -119,7 +182,11 @@ class Batch:
         self.steps: list[frozenset[int]] = []
         self.event: Any = None
         self.service = Service(fairness or FairnessConfig())
-        self.tokens_since_heat = 0
+        self._retention = (0.0,) * layers
+        self.observer: Callable[[Batch, int], None] | None = None
+        self.window = 1
+        self.steps_in_window = 0
+        self.steps_read = 0
         self.released = False
         self._row_list = tables.take(layers * size)
         self.first_row = self._row_list[0] if self._row_list else -1
@@ -127,9 +194,8 @@ class Batch:
         self._staging: list[tuple[torch.Tensor, Any]] = []
         self._heat_copy: tuple[torch.Tensor, Any] | None = None
         self.words: np.ndarray[Any, np.dtype[np.int64]] = np.zeros((layers, size, 0), np.int64)
-        self.heat_before: np.ndarray[Any, np.dtype[np.int32]] = np.zeros(
-            (layers, size, 0), np.int32
-        )
+        self.ids: np.ndarray[Any, np.dtype[np.int32]] = np.zeros((layers, size, 0), np.int32)
+        self.heat_before = self.ids.copy()
         with torch.inference_mode(False):
             rows = torch.full((MAX_LAYERS, size), -1, dtype=torch.int32)
             rows[:layers] = torch.tensor(self._row_list, dtype=torch.int32).view(layers, size)
@@ -172,12 +238,15 @@ class Batch:
             wanted = max(wanted, 2 * have)  # growth by doubling keeps the copies few
         words = np.zeros((self.layers, self.size, wanted), dtype=np.int64)
         words[:, :, :have] = self.words
-        heat_before = np.zeros_like(words, dtype=np.int32)
-        heat = np.zeros_like(words, dtype=np.int32)
+        ids = np.full(words.shape, NO_BLOCK, dtype=np.int32)
+        ids[:, :, :have] = self.ids
+        heat_before = np.zeros_like(ids)
+        heat = np.zeros_like(ids)
         if have:
             heat[:, :, :have] = self._read_heat_now()
             heat_before[:, :, :have] = self.heat_before
         self.words = words
+        self.ids = ids
         self.heat_before = heat_before
         with torch.inference_mode(False):
             if self.device.type == "cpu":
@@ -238,8 +307,11 @@ class Batch:
             start: begin reading the counters back (without waiting).
 
         Returns:
-            int32 ``[L, B, blocks]`` accesses since the last window, summed over KV heads.
+            int32 ``[L, B, blocks]`` accesses since the last window, summed over KV heads; it took
+            ``steps_read`` steps.
         """
+        if start and self._heat_copy is None:
+            self.steps_read, self.steps_in_window = self.steps_in_window, 0
         if self.device.type == "cpu":
             if not start:
                 return None
@@ -263,8 +335,45 @@ class Batch:
     def attach(self, layer: int, sequence: int, block: Block) -> None:
         """Append a block to a row."""
         row = self.blocks[layer][sequence]
-        block.owners.append((self, layer, sequence, len(row)))
         row.append(block)
+        self._own(block, layer, sequence, len(row) - 1)
+
+    def exchange(self, layer: int, sequence: int, position: int, block: Block) -> None:
+        """Put a block in the place of another one."""
+        row = self.blocks[layer][sequence]
+        row[position].owners.remove((self, layer, sequence, position))
+        row[position] = block
+        self._own(block, layer, sequence, position)
+
+    def detach(self, layer: int, sequence: int) -> Block:
+        """Take the last block off a row; returns it."""
+        row = self.blocks[layer][sequence]
+        block = row.pop()
+        block.owners.remove((self, layer, sequence, len(row)))
+        self.words[layer, sequence, len(row)] = 0
+        self.ids[layer, sequence, len(row)] = NO_BLOCK
+        self.dirty = True
+        return block
+
+    def _own(self, block: Block, layer: int, sequence: int, position: int) -> None:
+        block.owners.append((self, layer, sequence, position))
+        block.columns.retention[block.id] = self._retention[layer]
+        self.ids[layer, sequence, position] = block.id
+
+    @property
+    def retention(self) -> tuple[float, ...]:
+        """Of each layer, how much longer its blocks are kept hot; 1 counts as twice the accesses.
+
+        A block that several batches share follows the one that set it last.
+        """
+        return self._retention
+
+    @retention.setter
+    def retention(self, layers: Sequence[float]) -> None:
+        self._retention = tuple(layers)
+        for sequences, retention in zip(self.blocks, self._retention, strict=True):
+            for block in (block for row in sequences for block in row):
+                block.columns.retention[block.id] = retention
 
     @property
     def fill(self) -> float:

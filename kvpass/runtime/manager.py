@@ -21,15 +21,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 
 from kvpass import cpu_ops
 from kvpass.config import Config, FairnessConfig
 from kvpass.errors import CacheStateError, CapacityError, ConfigError, ShapeError
-from kvpass.runtime import observe, policy, pressure, roster
+from kvpass.runtime import observe, pressure, roster
 from kvpass.runtime.batch import Batch, Block
 from kvpass.runtime.capture import HostLock
+from kvpass.runtime.columns import Columns
+from kvpass.runtime.heat import learn
 from kvpass.runtime.metrics import Counters, Snapshot
 from kvpass.runtime.migrate import copier_for
 from kvpass.runtime.mover import Mover, movable
@@ -59,6 +60,7 @@ class Manager:
     Attributes:
         before_step: called with the manager and the batch when a step begins, before blocks are
             reserved; tests force migration here.
+        columns: what is known of all blocks.
         number: of this manager, never used twice in a process; names it in metrics.
     """
 
@@ -78,18 +80,15 @@ class Manager:
         self.tables = tables_for(self.device)
         self.counters = Counters()
         self.tiers = Tiers(config, self.device)
-        self.mover = Mover(
-            self.tiers,
-            copier_for(self.device),
-            self.counters,
-            _blocks_of(weakref.ref(self)),
-            config.memory.min_frequency,
-        )
         self._batches: list[Batch] = []
+        self.columns = Columns(self._batches)
+        self.mover = Mover(
+            self.tiers, copier_for(self.device), self.counters, self.columns, config.memory
+        )
         self._reserver = Reserver(
             self.tiers, self.mover, self.counters, self._batches, config.memory.resident_tokens
         )
-        self._resizer = Resizer(self.tiers, self.mover, _blocks_of(weakref.ref(self)))
+        self._resizer = Resizer(self.tiers, self.mover, self.columns.blocks)
         self.before_step: Callable[[Manager, Batch], None] | None = None
         self._lock = HostLock(self.device)
         self._dead: deque[Batch] = deque()
@@ -149,9 +148,9 @@ class Manager:
         with self._lock:
             if batch.released:
                 return
-            for row in batch.blocks:
-                for blocks in row:
-                    self._reserver.drop(batch, blocks, 0)
+            for layer in range(batch.layers):
+                for sequence in range(batch.size):
+                    self._reserver.drop(batch, layer, sequence, 0)
             batch.release_rows()
             self._batches.remove(batch)
 
@@ -163,15 +162,6 @@ class Manager:
     def _bury(self) -> None:
         while self._dead:
             self.release(self._dead.popleft())
-
-    def _all_blocks(self) -> list[Block]:
-        seen: dict[int, Block] = {}
-        for batch in self._batches:
-            for row in batch.blocks:
-                for blocks in row:
-                    for block in blocks:
-                        seen[id(block)] = block
-        return list(seen.values())
 
     # ------------------------------------------------------------------ steps
 
@@ -263,11 +253,16 @@ class Manager:
             self.mover.write_through(full)
             if layers and layers[0] == 0:
                 self.counters.steps += 1
-                # Only steps of one query count accesses, so only they make a window.
-                batch.tokens_since_heat += tokens <= 1
-                if batch.tokens_since_heat >= self.config.memory.heat_interval:
-                    batch.tokens_since_heat = 0
+                # Only steps of one query count accesses, so only they make a window; more tell that
+                # what is attended to changes.
+                if tokens <= 1:
+                    batch.steps_in_window += 1
+                else:
+                    batch.window = 1
+                if batch.steps_in_window >= batch.window:
                     self._use_heat(batch, start=True)
+            if batch.observer is not None and not batch.steps:
+                batch.observer(batch, tokens)
 
     @staticmethod
     def _filled(batch: Batch, layer: int, row: list[Block], tokens: int) -> Iterator[Block]:
@@ -284,26 +279,19 @@ class Manager:
     def _use_heat(self, batch: Batch, *, start: bool) -> None:
         """Fold a finished window of access counts into the blocks, then choose what moves."""
         counts = batch.poll_heat(start)
-        if counts is None:
+        if counts is None or not any(batch.geometries):
             return
         batch.service.window(batch.fill)
-        for layer, row in enumerate(batch.blocks):
-            if batch.geometries[layer] is None:
-                continue
-            heads = batch.geometry(layer).kv_heads
-            for sequence, blocks in enumerate(row):
-                frequency = counts[layer, sequence, : len(blocks)] / heads
-                observe.count_accesses(self.counters, blocks, frequency)
-                heat = policy.next_heat(
-                    np.array([b.heat for b in blocks], dtype=np.uint8),
-                    frequency,
-                    self.config.memory.min_frequency,
-                )
-                for block, f, h in zip(blocks, frequency, heat, strict=True):
-                    block.frequency = float(f)
-                    block.heat = int(h)
-        self.mover.relieve()
-        self.mover.promote_some()
+        learn(
+            batch,
+            counts,
+            self.columns,
+            self.config.memory,
+            self.counters,
+            slots=self.tiers.hot_slots(max(g.block_bytes for g in batch.geometries if g)),
+            rows=sum(b.layers * b.size for b in self._batches),
+        )
+        self.mover.rebalance()
 
     # ------------------------------------------------- operations on sequences
 
@@ -319,11 +307,11 @@ class Manager:
             stored = min((n for n in batch.lengths if n), default=0)
             if not 0 <= length <= stored:
                 raise CapacityError(f"crop to {length} tokens: the cache holds {stored}")
-            for layer, row in enumerate(batch.blocks):
+            for layer in range(batch.layers):
                 left = min(length, batch.lengths[layer])
                 keep = -(-left // batch.block_size)
-                for blocks in row:
-                    self._reserver.drop(batch, blocks, keep)
+                for sequence in range(batch.size):
+                    self._reserver.drop(batch, layer, sequence, keep)
                 batch.lengths[layer] = left
 
     def fork(self, batch: Batch, sequences: Sequence[int], length: int | None = None) -> Batch:
@@ -342,6 +330,7 @@ class Manager:
             lengths = [n if length is None else min(length, n) for n in batch.lengths]
             new = self.new_batch(len(sequences), batch.layers, max(lengths), batch.service.options)
             new.geometries = list(batch.geometries)
+            new.retention = batch.retention
             for layer in range(batch.layers):
                 for target, source in enumerate(sequences):
                     for block in batch.blocks[layer][source][
@@ -443,16 +432,6 @@ class Manager:
             self._bury()
             self.mover.collect()
             return observe.take(self, self._batches)
-
-
-def _blocks_of(manager: weakref.ref[Manager]) -> Callable[[], list[Block]]:
-    """All blocks of a manager, without keeping it alive: its memory goes with its last cache."""
-
-    def blocks() -> list[Block]:
-        alive = manager()
-        return [] if alive is None else alive._all_blocks()
-
-    return blocks
 
 
 def _close(batches: list[Batch]) -> None:

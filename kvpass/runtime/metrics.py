@@ -33,6 +33,7 @@ class Counters:
         cold_accesses: those to blocks that were not.
         hot_lookups: full blocks accessed in a window, each counted once a window, that were hot.
         cold_lookups: those that were not.
+        thrash_events: windows in which many blocks bounced between the tiers.
     """
 
     stored_blocks: int = 0
@@ -52,6 +53,7 @@ class Counters:
     cold_accesses: float = 0.0
     hot_lookups: int = 0
     cold_lookups: int = 0
+    thrash_events: int = 0
 
     @property
     def hit_ratio(self) -> float | None:
@@ -162,7 +164,8 @@ class Snapshot:
         manager: number of the manager, never used twice in a process.
         device: where attention is computed, ``cpu`` or ``cuda:0``.
         time: seconds of a clock that only runs forward, for rates between two snapshots.
-        threshold: share of the hot arena in use at which demotion starts.
+        threshold: share of the hot arena in use at which demotion starts now; lower than configured
+            while blocks thrash.
         tiers: ``hot`` and ``cold``.
         blocks: by place and state: ``hot_unfinished``, ``hot_full`` (not in the cold tier yet),
             ``hot_written_through`` (in both tiers), ``cold_full`` and ``cold_unfinished`` (in the

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import numpy as np
 
+from kvpass.config import MemoryConfig
 from kvpass.runtime import policy
 from kvpass.runtime.batch import Block
+from kvpass.runtime.columns import Columns
 from kvpass.runtime.geometry import BlockGeometry
 from kvpass.runtime.metrics import Counters, LinkRate
 from kvpass.runtime.migrate import Copier, Move
@@ -45,17 +47,6 @@ def movable(block: Block) -> bool:
     return block.full and block.cold is not None and block.move is None and not in_step(block)
 
 
-def arrays(blocks: list[Block]) -> policy.BlockArrays:
-    """The metadata that policy decides on."""
-    return policy.BlockArrays(
-        frequency=np.array([b.frequency for b in blocks], dtype=np.float64),
-        heat=np.array([b.heat for b in blocks], dtype=np.uint8),
-        index=np.array([b.index for b in blocks], dtype=np.int64),
-        resident=np.array([b.resident for b in blocks], dtype=bool),
-        movable=np.array([movable(b) for b in blocks], dtype=bool),
-    )
-
-
 class Mover:
     """Changes where blocks lie. Needs the manager's lock.
 
@@ -63,8 +54,11 @@ class Mover:
         tiers: the slots.
         copier: runs copies beside compute.
         counters: counts what was done.
-        blocks: gives all live blocks.
-        min_frequency: accesses a window below which a block may be demoted.
+        columns: what is known of the blocks.
+        memory: options of the policy.
+
+    Attributes:
+        threshold: the share of the hot arena in use at which demotion starts, now.
     """
 
     def __init__(
@@ -72,16 +66,18 @@ class Mover:
         tiers: Tiers,
         copier: Copier,
         counters: Counters,
-        blocks: Callable[[], list[Block]],
-        min_frequency: float,
+        columns: Columns,
+        memory: MemoryConfig,
     ) -> None:
         self.tiers = tiers
         self.copier = copier
         self.counters = counters
-        self.blocks = blocks
-        self.min_frequency = min_frequency
+        self.columns = columns
         self.link = LinkRate()
         self.retries = Retries()
+        self.min_frequency = memory.min_frequency
+        self.hot_zone_ratio = memory.hot_zone_ratio
+        self.threshold = policy.Threshold(memory.gpu_threshold)
         self._moves: list[Move] = []
         self._backlog: deque[Block] = deque()
 
@@ -193,70 +189,81 @@ class Mover:
         """Give up the hot copy: the cold one was written long ago, so no byte moves."""
         assert block.hot is not None and block.cold is not None
         hot, block.hot = block.hot, None
+        block.protected = False
+        block.demoted = 0
         block.publish()
         self.tiers.free(hot, events_of(block))
         self.counters.demoted_blocks += 1
 
-    def demote_some(self, geometry: BlockGeometry, count: int, *, pressure: bool) -> int:
+    def demote_some(self, size: int, count: int, *, pressure: bool) -> int:
         """Demote up to ``count`` blocks of a size, the coldest first; returns how many."""
-        hot = [
-            block
-            for block in self.blocks()
-            if block.hot is not None and block.geometry.block_bytes == geometry.block_bytes
-        ]
+        if count <= 0:
+            return 0
+        ids = self.columns.owned(size)
+        hot = ids[self.columns.has_hot[ids]]
         chosen = policy.victims(
-            arrays(hot), count, min_frequency=self.min_frequency, pressure=pressure
+            self.columns.arrays(hot), count, min_frequency=self.min_frequency, pressure=pressure
         )
-        for i in chosen:
-            self.demote(hot[i])
+        for i in hot[chosen].tolist():
+            self.demote(self.columns.block(i))
         return len(chosen)
 
     def relieve(self) -> None:
         """Demote rarely accessed blocks while the hot tier is above its threshold."""
-        if self.tiers.excess() <= 0:
-            return
-        seen: dict[int, BlockGeometry] = {b.geometry.block_bytes: b.geometry for b in self.blocks()}
-        for size, geometry in seen.items():
-            over = self.tiers.excess()
-            if over > 0:
-                self.demote_some(geometry, -(-over // size), pressure=False)
-
-    def promote_some(self) -> None:
-        """Bring the hottest cold blocks in, into free slots or those of colder blocks."""
-        blocks = self.blocks()
         for size in self.tiers.sizes:
-            mine = [b for b in blocks if b.geometry.block_bytes == size]
-            hot = [b for b in mine if b.hot is not None]
-            cold = [b for b in mine if b.hot is None]
-            pairs = policy.promotions(
-                arrays(hot),
-                arrays(cold),
-                room=max(self.tiers.room(size), 0),
-                limit=max(1, self.tiers.hot_slots(size) // 8),
+            self.demote_some(size, -(-self.tiers.excess() // size), pressure=False)
+
+    def rebalance(self) -> None:
+        """What the policy decides at the end of a window: zones, demotions, promotions."""
+        columns = self.columns
+        bounces = 0
+        for size in self.tiers.sizes:
+            ids = columns.owned(size)
+            if not len(ids):
+                continue
+            plan = policy.plan(
+                columns.arrays(ids),
+                columns.has_hot[ids],
+                slots=self.tiers.hot_slots(size),
+                room=self.tiers.free_hot(columns.block(ids[0]).geometry),
+                over=-(-self.tiers.excess() // size),
+                level=self.threshold.level,
                 min_frequency=self.min_frequency,
+                hot_zone_ratio=self.hot_zone_ratio,
             )
-            for candidate, victim in pairs:
+            columns.protected[ids] = plan.protected
+            for i in ids[plan.demoted].tolist():
+                self.demote(columns.block(i))
+            for candidate, victim in plan.promoted:
                 if victim >= 0:
-                    self.demote(hot[victim])
-                if not self.promote(cold[candidate]):
+                    self.demote(columns.block(ids[victim]))
+                if not self.promote(columns.block(ids[candidate])):
                     break
+            bounces += plan.bounces
+        self._watch(bounces)
+
+    def _watch(self, bounces: int) -> None:
+        """Step the threshold down when blocks bounce, and back up when they do not."""
+        slots = max((self.tiers.hot_slots(size) for size in self.tiers.sizes), default=0)
+        before = self.threshold.events
+        self.threshold = self.threshold.after(bounces, slots)
+        self.tiers.threshold = self.threshold.value
+        self.counters.thrash_events += self.threshold.events - before
 
     # -------------------------------------------------------------- end of life
 
     def spare_cold(self, geometry: BlockGeometry) -> Any:
         """A cold slot whose block has a hot copy too, for when the cold tier is full; or None."""
-        for block in self.blocks():
-            if (
-                block.hot is not None
-                and block.geometry.block_bytes == geometry.block_bytes
-                and movable(block)
-            ):
-                slot, block.cold = block.cold, None
-                assert slot is not None
-                slot.fences.extend(events_of(block))
-                self._backlog.append(block)
-                return slot
-        return None
+        ids = self.columns.owned(geometry.block_bytes)
+        spare = np.flatnonzero(self.columns.has_hot[ids] & self.columns.movable(ids))
+        if not len(spare):
+            return None
+        block = self.columns.block(ids[spare[0]])
+        slot, block.cold = block.cold, None
+        assert slot is not None
+        slot.fences.extend(events_of(block))
+        self._backlog.append(block)
+        return slot
 
     def forget_cold(self, block: Block) -> None:
         """Give up the cold copy of a block that is hot too, until there is room again."""
@@ -283,3 +290,4 @@ class Mover:
             if slot is not None:
                 self.tiers.free(slot, waiting)
         block.hot = block.cold = None
+        block.retire()

@@ -15,27 +15,31 @@ from kvpass.runtime.metrics import BlockGroup, Counters, SequenceUse, Snapshot, 
 
 if TYPE_CHECKING:
     from kvpass.runtime.batch import Batch, Block
+    from kvpass.runtime.columns import Columns
     from kvpass.runtime.manager import Manager
 
 STATES = ("hot_unfinished", "hot_full", "hot_written_through", "cold_full", "cold_unfinished")
 
 
 def count_accesses(
-    counters: Counters, blocks: Sequence[Block], frequency: NDArray[np.float64]
+    counters: Counters,
+    columns: Columns,
+    blocks: NDArray[np.int64],
+    frequency: NDArray[np.float64],
 ) -> None:
-    """Count a window's accesses of one row by the tier that its blocks are in.
+    """Count a window's accesses by the tier that the blocks are in.
 
     Args:
         counters: where to count.
-        blocks: the row, N blocks.
+        columns: what is known of the blocks.
+        blocks: ids, ``[N]``, each once.
         frequency: ``[N]`` accesses in the window, averaged over KV heads.
     """
-    hot = np.array([block.hot is not None for block in blocks], dtype=bool)
-    full = np.array([block.full for block in blocks], dtype=bool)
+    hot = columns.has_hot[blocks]
     counters.hot_accesses += float(frequency[hot].sum())
     counters.cold_accesses += float(frequency[~hot].sum())
     # Once a window, not once a step: ten steps over four blocks look up four blocks.
-    looked_up = full & (frequency > 0)
+    looked_up = columns.full[blocks] & (frequency > 0)
     counters.hot_lookups += int((looked_up & hot).sum())
     counters.cold_lookups += int((looked_up & ~hot).sum())
 

@@ -224,14 +224,14 @@ class Arena:
         if count < 1:
             return None
         try:
-            raw = self.source.slab(size)
+            with torch.inference_mode(False):  # a later step may run outside inference mode
+                slab = Slab(self, self.source.slab(size), size, count)
         except OutOfMemoryError:
             if self.slabs or self.budget.taken:
                 # What is there goes on serving; the tier is simply smaller than it was promised.
                 self.budget.capacity = self.budget.taken
                 return None
             raise
-        slab = Slab(self, raw, size, count)
         self.slabs[slab] = self._open[slab] = None
         self.free_slots += count
         self.budget.taken += size

@@ -9,8 +9,10 @@ import numpy as np
 
 from kvpass.runtime import policy
 from kvpass.runtime.batch import Batch, Block
+from kvpass.runtime.geometry import BlockGeometry
 from kvpass.runtime.metrics import Counters
 from kvpass.runtime.mover import Mover, events_of
+from kvpass.runtime.pool import Slot
 from kvpass.runtime.tiers import Tiers
 
 
@@ -55,17 +57,17 @@ class Reserver:
                 )
         if not wanted:
             return
-        made: list[list[Block]] = []
+        made: list[tuple[int, int]] = []
         try:
             self._reserve_blocks(batch, wanted, made)
         except BaseException:
-            for row in reversed(made):
-                self.drop(batch, row, len(row) - 1)
+            for layer, sequence in reversed(made):
+                self.drop(batch, layer, sequence, len(batch.blocks[layer][sequence]) - 1)
             raise
         self.mover.relieve()
 
     def _reserve_blocks(
-        self, batch: Batch, wanted: list[tuple[int, int, int, bool]], made: list[list[Block]]
+        self, batch: Batch, wanted: list[tuple[int, int, int, bool]], made: list[tuple[int, int]]
     ) -> None:
         geometry = max(
             (batch.geometry(layer) for layer in {layer for layer, *_ in wanted}),
@@ -73,28 +75,37 @@ class Reserver:
         )
         index = np.array([i for _, _, i, _ in wanted], dtype=np.int64)
         unfinished = np.array([u for *_, u in wanted], dtype=bool)
+        rows = sum(b.layers * b.size for b in self.batches)
         resident = policy.resident_blocks(
             self.resident_tokens,
             batch.block_size,
             self.tiers.hot_slots(geometry.block_bytes),
-            sum(b.layers * b.size for b in self.batches),
+            rows,
             int(index.max()) + 1,
         )
-        room = self.tiers.room(geometry.block_bytes)
-        hot = policy.place(index, unfinished, resident, room)
-        # Unfinished blocks are written every step: they may use what the threshold keeps free, and
-        # after that the slots of the coldest blocks.
-        hot |= unfinished
-        short = int(hot.sum()) - self.tiers.free_hot(geometry)
+        free = self.tiers.free_hot(geometry)
+        hot, short = policy.admit(index, unfinished, resident, rows, free)
         if short > 0:
-            self.mover.demote_some(geometry, short, pressure=True)
+            self.mover.demote_some(geometry.block_bytes, short, pressure=True)
         for (layer, sequence, position, is_unfinished), is_hot in zip(wanted, hot, strict=True):
-            block = Block(batch.geometry(layer), position)
+            block = self._new_block(
+                batch.geometry(layer), position, hot=bool(is_hot), unfinished=is_unfinished
+            )
             block.resident = position < resident
-            self._give_slot(block, hot=bool(is_hot), unfinished=is_unfinished)
             batch.attach(layer, sequence, block)
-            made.append(batch.blocks[layer][sequence])
+            made.append((layer, sequence))
             block.publish()
+
+    def _new_block(
+        self, geometry: BlockGeometry, index: int, *, hot: bool, unfinished: bool
+    ) -> Block:
+        block = Block(self.mover.columns, geometry, index)
+        try:
+            self._give_slot(block, hot=hot, unfinished=unfinished)
+        except BaseException:
+            block.retire()
+            raise
+        return block
 
     def _give_slot(self, block: Block, *, hot: bool, unfinished: bool) -> None:
         """A slot for a new block: hot if asked for and possible, else cold, else whatever is left.
@@ -112,10 +123,20 @@ class Reserver:
             self.counters.placed_cold_blocks += 1
             self.counters.spilled_blocks += unfinished
             return
-        slot = self.tiers.take_hot(block.geometry)
+        slot = self.tiers.take_hot(block.geometry) or self._wait_for_hot(block.geometry)
         if slot is None:
             raise self.tiers.full()
         block.hot = self.tiers.ready(slot)
+
+    def _wait_for_hot(self, geometry: BlockGeometry) -> Slot | None:
+        """A hot slot of a block that may leave once its copy is done: better late than refused."""
+        if not self.mover.in_flight:
+            return None
+        self.mover.settle()
+        slot = self.tiers.take_hot(geometry)
+        if slot is None and self.mover.demote_some(geometry.block_bytes, 1, pressure=True):
+            slot = self.tiers.take_hot(geometry)
+        return slot
 
     def _unshare(self, batch: Batch, layers: Sequence[int]) -> None:
         """Copy on write: the block that the next token goes to must be this sequence's own."""
@@ -128,26 +149,19 @@ class Reserver:
                 if len(block.owners) == 1:
                     self.mover.make_mutable(block)
                     continue
-                copy = Block(block.geometry, position)
+                copy = self._new_block(block.geometry, position, hot=True, unfinished=True)
                 copy.resident = block.resident
-                self._give_slot(copy, hot=True, unfinished=True)
                 copy.slot.raw.copy_(block.slot.raw, non_blocking=True)
                 self.counters.copied_blocks += 1
-                owner = (batch, layer, sequence, position)
-                block.owners.remove(owner)
-                copy.owners.append(owner)
-                row[position] = copy
+                batch.exchange(layer, sequence, position, copy)
                 copy.publish()
 
-    def drop(self, batch: Batch, row: list[Block], keep: int) -> None:
+    def drop(self, batch: Batch, layer: int, sequence: int, keep: int) -> None:
         """Forget the blocks of a row from position ``keep`` on."""
+        row = batch.blocks[layer][sequence]
         while len(row) > keep:
-            block = row.pop()
-            owner = next(o for o in block.owners if o[0] is batch and o[3] == len(row))
-            waiting = events_of(block)
-            block.owners.remove(owner)
-            batch.words[owner[1], owner[2], owner[3]] = 0
-            batch.dirty = True
+            waiting = events_of(row[-1])
+            block = batch.detach(layer, sequence)
             if block.owners:
                 continue
             if block.move is None:

@@ -132,7 +132,7 @@ class Resizer:
             for geometry in self._geometries():
                 over = -(-(budget.used - budget.capacity) // geometry.block_bytes)
                 if over > 0:
-                    self.mover.demote_some(geometry, over, pressure=True)
+                    self.mover.demote_some(geometry.block_bytes, over, pressure=True)
             return
         for block in self.blocks():
             if budget.used <= budget.capacity:

@@ -105,10 +105,6 @@ class Tiers:
         """Slots of ``size`` bytes that the hot tier holds when it holds nothing else."""
         return self.hot.capacity // size
 
-    def room(self, size: int) -> int:
-        """Hot slots of ``size`` bytes that may be filled before demotion starts."""
-        return int(self.hot_slots(size) * self.threshold) - self.hot.used // size
-
     def excess(self) -> int:
         """Bytes in use above the threshold at which demotion starts."""
         return self.hot.used - int(self.hot.capacity * self.threshold)
@@ -119,14 +115,12 @@ class Tiers:
 
     def take_hot(self, geometry: BlockGeometry) -> Slot | None:
         """A hot slot, or None; its fences are still to be waited for."""
-        with torch.inference_mode(False):
-            return self._pair(geometry)[0].allocate()
+        return self._pair(geometry)[0].allocate()
 
     def take_cold(self, geometry: BlockGeometry) -> Slot | None:
         """A cold slot, or None; its fences are still to be waited for."""
         try:
-            with torch.inference_mode(False):
-                return self._pair(geometry)[1].allocate()
+            return self._pair(geometry)[1].allocate()
         except OutOfMemoryError:
             if self.hot.capacity:
                 return None  # the hot tier may have room; the caller raises when it has none

@@ -103,23 +103,24 @@ def test_a_collector_keeps_no_manager_alive() -> None:
     assert number not in [m.number for m in roster.managers()]
 
 
-def test_four_blocks_and_ten_steps_are_four_lookups() -> None:
+def test_four_blocks_are_four_lookups_a_window() -> None:
+    """Windows of one, two and four steps, while all is hot."""
     driver = even_driver(heat_interval=10)
     append_zeros(driver, 4 * BLOCK)
-    for _ in range(10):
-        append_zeros(driver, 1)
-    assert of(driver, "kvpass_lookups_total", "hot") == 4
+    for windows, steps in enumerate((1, 2, 4), start=1):
+        for _ in range(steps):
+            append_zeros(driver, 1)
+        assert of(driver, "kvpass_lookups_total", "hot") == 4 * windows
     assert of(driver, "kvpass_lookups_total", "cold") == 0
-    assert of(driver, "kvpass_accesses_total", "hot") == 40
+    assert of(driver, "kvpass_accesses_total", "hot") == 4 * 7
     assert of(driver, "kvpass_hit_ratio") == 1.0
     snapshot = driver.manager.snapshot()
-    assert snapshot.counters.hot_lookups == 4
+    assert snapshot.counters.hot_lookups == 12
 
 
 def test_no_ratio_before_a_window_has_ended() -> None:
     driver = even_driver(heat_interval=10)
     append_zeros(driver, 4 * BLOCK)
-    append_zeros(driver, 1)
     assert of(driver, "kvpass_hit_ratio") is None
     assert of(driver, "kvpass_accesses_total", "hot") == 0
     assert driver.manager.snapshot().counters.hit_ratio is None
@@ -132,8 +133,7 @@ def test_two_hits_and_two_misses_are_half(cold: str) -> None:
     append_zeros(driver, 4 * BLOCK)
     driver.manager.settle()
     driver.manager.place(driver.batch, lambda layer, sequence, index: index >= 2)
-    for _ in range(10):
-        append_zeros(driver, 1)
+    append_zeros(driver, 1)
     lookups = [of(driver, "kvpass_lookups_total", tier) for tier in ("hot", "cold")]
     assert lookups == ([2, 2] if cold == "64MiB" else [4, 0])
     assert of(driver, "kvpass_hit_ratio") == (0.5 if cold == "64MiB" else 1.0)
@@ -149,7 +149,7 @@ def test_three_blocks_offloaded_are_three_blocks_of_bytes() -> None:
     seconds = of(driver, "kvpass_migration_seconds_total", "store")
     assert seconds is not None and seconds > 0
     rate = of(driver, "kvpass_link_bytes_per_second", "store")
-    assert rate is not None and rate >= 3 * block / seconds
+    assert rate is not None and rate >= 0.999 * 3 * block / seconds
     driver.manager.place(driver.batch, lambda *_: False)
     assert of(driver, "kvpass_demoted_blocks_total") == 3
     assert of(driver, "kvpass_migration_bytes_total", "load") == 0  # a demotion moves nothing
@@ -237,6 +237,18 @@ def test_a_failed_copy_is_counted_and_moves_no_bytes() -> None:
     assert of(driver, "kvpass_copy_failures_total") == 1
     assert of(driver, "kvpass_migration_bytes_total", "store") == 0
     assert of(driver, "kvpass_migration_seconds_total", "store") == 0
+
+
+def test_the_threshold_and_the_windows_that_lowered_it() -> None:
+    driver = even_driver(gpu_threshold=0.7)
+    append_zeros(driver, BLOCK)
+    assert of(driver, "kvpass_demotion_threshold_ratio") == 0.7
+    assert of(driver, "kvpass_thrash_events_total") == 0
+    slots = driver.manager.tiers.hot_slots(driver.geometry.block_bytes)
+    driver.manager.mover._watch(slots)
+    driver.manager.mover._watch(slots)
+    assert of(driver, "kvpass_demotion_threshold_ratio") == pytest.approx(0.5)
+    assert of(driver, "kvpass_thrash_events_total") == 2
 
 
 def test_names_follow_the_conventions_and_every_series_is_on_the_page() -> None:

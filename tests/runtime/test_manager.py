@@ -186,6 +186,46 @@ def test_accessed_blocks_are_promoted():
     assert driver.manager.counters.loaded_blocks >= 1
 
 
+def test_layers_of_higher_retention_stay_longer():
+    """Under pressure the blocks of the layer with less retention give up their slots."""
+    size = BlockGeometry(2, 16, 16, torch.float32, BLOCK).block_bytes
+    shares = []
+    for retention in ([3.0, -3.0], [-3.0, 3.0]):
+        torch.manual_seed(0)
+        driver = Driver(hot=14 * size, resident_tokens=0, resident_ratio=0, heat_interval=8)
+        driver.batch.retention = list(retention)
+        driver.append(9 * BLOCK + 3)
+        driver.manager.settle()
+        for _ in range(40):
+            driver.append(1)
+            driver.manager.settle()
+        shares.append([sum(b.hot is not None for b in row[0]) for row in driver.batch.blocks])
+    assert shares[0][0] > shares[0][1] + 2
+    assert shares[1][1] > shares[1][0] + 2
+
+
+def test_blocks_that_bounce_lower_the_threshold_and_calm_raises_it():
+    size = BlockGeometry(2, 16, 16, torch.float32, BLOCK).block_bytes
+    driver = Driver(layers=1, hot=8 * size, heat_interval=4, resident_tokens=0)
+    driver.append(8 * BLOCK)
+    driver.manager.settle()
+    assert driver.manager.snapshot().threshold == 0.8
+    rng = random.Random(0)
+    for _ in range(12):
+        driver.manager.place(driver.batch, lambda *_: rng.random() < 0.3)
+        for _ in range(4):
+            driver.append(1)
+            driver.manager.settle()
+    snapshot = driver.manager.snapshot()
+    assert snapshot.counters.thrash_events > 0
+    assert snapshot.threshold < 0.8
+    for _ in range(4 * 16):  # every block is met alike, so none is worth a move
+        driver.append(1, torch.zeros(1, 6, 1, 16))
+        driver.manager.settle()
+    assert driver.manager.snapshot().threshold == 0.8
+    driver.check()
+
+
 def test_both_tiers_full_is_a_typed_error_and_the_cache_goes_on():
     size = BlockGeometry(2, 16, 16, torch.float32, BLOCK).block_bytes
     driver = Driver(layers=1, hot=2 * size, cold=3 * size)
@@ -196,6 +236,36 @@ def test_both_tiers_full_is_a_typed_error_and_the_cache_goes_on():
     assert driver.batch.lengths == [3 * BLOCK]
     driver.append(1)
     driver.check()
+
+
+def test_a_slot_that_a_copy_holds_is_waited_for():
+    """Both tiers full, and the only block that may leave is still on its way in."""
+
+    class LateCopies:
+        def submit(self, move):
+            self.timer = threading.Timer(0.05, move.run)
+            self.timer.start()
+            return True
+
+        def depth(self):
+            return 0
+
+    size = BlockGeometry(2, 16, 16, torch.float32, BLOCK).block_bytes
+    driver = Driver(layers=1, hot=2 * size, cold=size, resident_tokens=0, min_frequency=10**6)
+    driver.append(BLOCK)
+    driver.manager.settle()
+    driver.manager.place(driver.batch, lambda *_: False)
+    driver.append(1)
+    driver.manager.settle()
+    first = driver.batch.blocks[0][0][0]
+    driver.manager.mover.copier = LateCopies()
+    assert driver.manager.mover.promote(first)
+    assert first.hot is None
+    driver.append(BLOCK)
+    driver.check()
+    assert first.hot is None
+    with pytest.raises(OutOfMemoryError):
+        driver.append(BLOCK)
 
 
 def test_a_failed_step_appends_nothing():
