@@ -30,6 +30,7 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     "frequency": (np.float64, np.nan),
     "rate": (np.float64, np.nan),
     "retention": (np.float64, 0.0),
+    "over_share": (np.float64, 0.0),
     "size": (np.int64, 0),
     "index": (np.int32, 0),
     "demoted": (np.int32, policy.NEVER),
@@ -52,8 +53,8 @@ class Columns:
         capacity: rows to begin with, at least 2; they double when they are used up.
 
     Attributes:
-        frequency, rate, heat, index, protected, resident, demoted, retention: ``[capacity]``; see
-            :class:`kvpass.runtime.policy.BlockArrays`.
+        frequency, rate, heat, index, protected, resident, demoted, retention, over_share:
+            ``[capacity]``; see :class:`kvpass.runtime.policy.BlockArrays`.
         ages: int32 ``[capacity, K]``, likewise.
         size: bytes of the block's slots.
         full: no more tokens fit.
@@ -64,6 +65,7 @@ class Columns:
     frequency: NDArray[np.float64]
     rate: NDArray[np.float64]
     retention: NDArray[np.float64]
+    over_share: NDArray[np.float64]
     size: NDArray[np.int64]
     index: NDArray[np.int32]
     demoted: NDArray[np.int32]
@@ -165,6 +167,39 @@ class Columns:
         named[NO_BLOCK] = False
         return np.flatnonzero(named)
 
+    def sequences(self, ids: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Whose each block is, and the weights of all sequences in order of their batches.
+
+        A block that several sequences share counts as the last one's.
+
+        Args:
+            ids: N blocks of live sequences.
+
+        Returns:
+            int64 ``[N]`` index of the sequence; float64 ``[S]`` weights.
+        """
+        whose = np.zeros(self.capacity, dtype=np.int64)
+        weights: list[float] = []
+        for batch in self._batches:
+            numbers = len(weights) + np.arange(batch.size)[None, :, None]
+            whose[batch.ids] = np.broadcast_to(numbers, batch.ids.shape)
+            weights += [batch.service.weight] * batch.size
+        return whose[ids], np.array(weights, dtype=np.float64)
+
+    def note_shares(self, size: int, shares: NDArray[np.float64], held: NDArray[np.int64]) -> None:
+        """Keep what each sequence is due of the hot arena and holds of it, for metrics.
+
+        Args:
+            size: bytes of the blocks that were counted.
+            shares: ``[S]`` slots due, in order of the batches.
+            held: ``[S]`` slots held.
+        """
+        first = 0
+        for batch in self._batches:
+            part = slice(first, first + batch.size)
+            batch.shares[size] = shares[part] * size, held[part] * size
+            first += batch.size
+
     # ------------------------------------------------------------ what the policy knows
 
     def movable(self, ids: NDArray[Any]) -> NDArray[np.bool_]:
@@ -187,6 +222,7 @@ class Columns:
             ages=self.ages[ids],
             protected=self.protected[ids],
             retention=self.retention[ids],
+            over_share=self.over_share[ids],
             demoted=self.demoted[ids],
         )
 

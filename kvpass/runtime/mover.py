@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvpass.config import MemoryConfig
 from kvpass.runtime import policy
@@ -221,6 +222,7 @@ class Mover:
             ids = columns.owned(size)
             if not len(ids):
                 continue
+            self._share(ids, size)
             plan = policy.plan(
                 columns.arrays(ids),
                 columns.has_hot[ids],
@@ -241,6 +243,21 @@ class Mover:
                     break
             bounces += plan.bounces
         self._watch(bounces)
+
+    def _share(self, ids: NDArray[np.int64], size: int) -> None:
+        """Say which of these blocks, all of one size, are beyond the share of their sequence."""
+        columns = self.columns
+        sequence, weights = columns.sequences(ids)
+        blocks, hot = columns.arrays(ids), columns.has_hot[ids]
+        shares = policy.fair_shares(
+            weights,
+            policy.demand(blocks, sequence, len(weights), self.min_frequency),
+            self.tiers.hot_slots(size),
+        )
+        columns.note_shares(size, shares, np.bincount(sequence[hot], minlength=len(weights)))
+        # One alone may have it all: what it has no use for now is still better than nothing.
+        alone = len(weights) < 2
+        columns.over_share[ids] = 0 if alone else policy.over_share(blocks, sequence, hot, shares)
 
     def _watch(self, bounces: int) -> None:
         """Step the threshold down when blocks bounce, and back up when they do not."""

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpass.config import FairnessConfig
+from kvpass.runtime.policy import BlockArrays, demand, fair_shares, over_share
 from kvpass.runtime.service import BEATEN, MIN_QOS, MIN_WEIGHT, Service, next_qos, weight
-from kvpass.runtime.shares import fair_shares, over_share
 
 sequences = st.lists(st.tuples(st.floats(0.01, 1), st.integers(0, 50)), min_size=1, max_size=8)
 
@@ -34,19 +34,36 @@ def test_shares_by_hand():
     assert fair_shares(weights, np.array([1.0, 2.0, 3.0]), 100).tolist() == [1, 2, 3]
 
 
+def blocks_of(rate, resident=None) -> BlockArrays:
+    count = len(rate)
+    return BlockArrays(
+        frequency=np.array(rate, dtype=float),
+        heat=np.zeros(count, np.uint8),
+        index=np.arange(count),
+        resident=np.zeros(count, bool) if resident is None else np.array(resident, dtype=bool),
+        movable=np.ones(count, bool),
+    )
+
+
+def test_demand_counts_what_there_is_a_use_for():
+    blocks = blocks_of([np.nan, 5, 1, 0, 2, 0], [0, 0, 0, 1, 0, 0])
+    assert demand(blocks, np.array([0, 0, 0, 0, 2, 2]), 3, 2.0).tolist() == [3, 0, 1]
+
+
 @given(
-    st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=40),
+    st.lists(
+        st.tuples(st.integers(0, 3), st.booleans(), st.integers(0, 9), st.booleans()),
+        min_size=1,
+        max_size=40,
+    ),
     st.lists(st.floats(0, 20), min_size=4, max_size=4),
-    st.randoms(use_true_random=False),
 )
-def test_blocks_beyond_a_share(blocks, shares, random):
-    sequence, hot = (np.array(x) for x in zip(*blocks, strict=True))
-    coldest = np.array(random.sample(range(len(blocks)), len(blocks)))
-    over = over_share(sequence, hot, coldest, np.array(shares))
-    warmth = np.argsort(coldest)
+def test_blocks_beyond_a_share(given_blocks, shares):
+    sequence, hot, rate, resident = (np.array(x) for x in zip(*given_blocks, strict=True))
+    over = over_share(blocks_of(rate, resident), sequence, hot, np.array(shares))
     for s in range(4):
         mine = np.flatnonzero(sequence == s)
-        ranked = sorted(mine, key=lambda i: (not hot[i], -warmth[i]))
+        ranked = sorted(mine, key=lambda i: (not hot[i], not resident[i], -rate[i], i))
         within = [i for i in ranked if over[i] == 0]
         assert ranked[: len(within)] == within, "the warmest hot ones are within the share"
         assert len(within) == min(len(ranked), int(shares[s]))
@@ -57,7 +74,7 @@ def test_giving_up_what_is_furthest_beyond_leaves_shares():
     """30 and 30 hot blocks, shares 30 and 10 of 40: all 20 to go are of the second sequence."""
     sequence = np.repeat([0, 1], 30)
     shares = fair_shares(np.array([0.9, 0.3]), np.array([30.0, 30.0]), 40)
-    over = over_share(sequence, np.ones(60, bool), np.arange(60), shares)
+    over = over_share(blocks_of([5.0] * 60), sequence, np.ones(60, bool), shares)
     gone = np.argsort(-over, kind="stable")[:20]
     assert (sequence[gone] == 1).all()
 

@@ -17,6 +17,7 @@ from kvpass.runtime.policy.heat import (
 )
 from kvpass.runtime.policy.order import coldest, coldest_first
 from kvpass.runtime.policy.retention import resident_blocks, resident_cap, residents
+from kvpass.runtime.policy.shares import demand, fair_shares, over_share
 from kvpass.runtime.policy.thrash import Threshold
 from kvpass.runtime.policy.window import Plan, plan
 from kvpass.runtime.policy.zones import next_protected
@@ -32,11 +33,14 @@ __all__ = [
     "admit",
     "coldest",
     "coldest_first",
+    "demand",
+    "fair_shares",
     "fold",
     "next_ages",
     "next_heat",
     "next_protected",
     "next_rate",
+    "over_share",
     "place",
     "plan",
     "promotions",

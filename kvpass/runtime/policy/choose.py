@@ -97,6 +97,9 @@ def promotions(
 ) -> list[tuple[int, int]]:
     """Which cold blocks to bring into the hot tier, and whose slots they take.
 
+    A block within the share of its sequence takes the slot of one beyond the share of its own,
+    whatever the two are worth; never the other way round.
+
     Args:
         blocks: hot and cold ones.
         hot: ``[N]`` those in the hot tier.
@@ -117,14 +120,20 @@ def promotions(
         givable = np.flatnonzero(hot & blocks.movable & ~blocks.resident & ~np.isnan(blocks.rate))
         # Only what is worth more than the least of them can take a slot: few, when all is calm.
         least = value[givable].min(initial=np.inf)
-        limit = min(limit, room + int((value[wanted] >= margin * least).sum()))
+        worthy = value[wanted] >= margin * least
+        if (blocks.over_share[givable] > 0).any():
+            worthy |= blocks.over_share[wanted] == 0
+        limit = min(limit, room + int(worthy.sum()))
     if limit <= 0:
         return []
     wanted = wanted[_hottest(value[wanted], blocks.index[wanted], blocks.over_share[wanted], limit)]
     pairs = [(int(block), -1) for block in wanted[:room]]
     givable = coldest(blocks, givable, limit - room)
     for block, victim in zip(wanted[room:].tolist(), givable.tolist(), strict=False):
-        if value[block] < margin * value[victim]:
+        due, beyond = blocks.over_share[block] == 0, blocks.over_share[victim] > 0
+        if not due and not beyond:
+            break
+        if not (due and beyond) and value[block] < margin * value[victim]:
             break
         pairs.append((block, victim))
     return pairs

@@ -62,6 +62,8 @@ def plan(
             promoted.
         hot_zone_ratio: protected share of the arena.
     """
+    # A promise to keep some of each sequence hot does not go beyond its share.
+    blocks = replace(blocks, resident=blocks.resident & (blocks.over_share == 0))
     blocks = replace(blocks, protected=next_protected(blocks, hot, slots, hot_zone_ratio))
     here = np.flatnonzero(hot) if over > 0 else np.zeros(0, dtype=np.int64)
     demoted = here[victims(blocks.take(here), over, min_frequency=min_frequency, pressure=False)]

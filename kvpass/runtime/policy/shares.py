@@ -6,6 +6,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpass.runtime.policy.arrays import BlockArrays
+from kvpass.runtime.policy.heat import worth
+
 
 def fair_shares(
     weights: NDArray[np.float64], demand: NDArray[np.float64], slots: float
@@ -32,10 +35,28 @@ def fair_shares(
     return shares
 
 
+def demand(
+    blocks: BlockArrays, sequence: NDArray[np.int64], sequences: int, min_frequency: float
+) -> NDArray[np.float64]:
+    """Slots that each sequence has a use for: blocks accessed often enough, new ones, residents.
+
+    Args:
+        blocks: ``[N]`` what is known of them.
+        sequence: ``[N]`` whose each is.
+        sequences: how many there are.
+        min_frequency: accesses a window that are often.
+
+    Returns:
+        ``[S]`` slots.
+    """
+    useful = blocks.resident | np.isnan(blocks.rate) | (blocks.rate >= min_frequency)
+    return np.bincount(sequence[useful], minlength=sequences).astype(np.float64)
+
+
 def over_share(
+    blocks: BlockArrays,
     sequence: NDArray[np.int64],
     hot: NDArray[np.bool_],
-    coldest_first: NDArray[np.int64],
     shares: NDArray[np.float64],
 ) -> NDArray[np.float64]:
     """How far each block is beyond the share of its sequence.
@@ -44,9 +65,9 @@ def over_share(
     one: a hot block beyond the share is one to give up, a cold one beyond it one not to bring in.
 
     Args:
+        blocks: ``[N]`` what is known of them; residents are warmer than others.
         sequence: ``[N]`` index into ``shares``.
         hot: ``[N]`` whether the block is in the hot arena.
-        coldest_first: ``[N]`` indices in the order in which blocks would give up their slots.
         shares: ``[S]`` slots that each sequence is due.
 
     Returns:
@@ -55,9 +76,7 @@ def over_share(
     over = np.zeros(len(sequence))
     if not len(sequence):
         return over
-    warmth = np.empty(len(sequence), dtype=np.int64)
-    warmth[coldest_first] = np.arange(len(sequence))
-    order = np.lexsort((-warmth, ~hot, sequence))
+    order = np.lexsort((blocks.index, -worth(blocks), ~blocks.resident, ~hot, sequence))
     counts = np.bincount(sequence, minlength=len(shares))
     first = np.cumsum(counts) - counts
     owner = sequence[order]
