@@ -154,8 +154,8 @@ class Batch:
         steps: layers of the step it is in, and of the steps nested in that.
         event: CUDA event after the last step, or None.
         service: what its sequences are promised, and their weight.
-        shares: by block size, hot bytes ``[B]`` that the sequences were due and held when shares
-            were last decided.
+        shares: by block size, hot bytes ``[B]`` that the sequences were due when that was last
+            decided.
         ids: int32 ``[L, B, blocks]``, the block that each table word names, or ``NO_BLOCK``.
         window: decode steps of the window that runs.
         observer: called with the batch and the tokens appended after each step, or None.
@@ -184,7 +184,7 @@ class Batch:
         self.steps: list[frozenset[int]] = []
         self.event: Any = None
         self.service = Service(fairness or FairnessConfig())
-        self.shares: dict[int, tuple[Any, Any]] = {}
+        self.shares: dict[int, np.ndarray[Any, np.dtype[np.float64]]] = {}
         self._retention = (0.0,) * layers
         self.observer: Callable[[Batch, int], None] | None = None
         self.window = 1

@@ -186,18 +186,16 @@ class Columns:
             weights += [batch.service.weight] * batch.size
         return whose[ids], np.array(weights, dtype=np.float64)
 
-    def note_shares(self, size: int, shares: NDArray[np.float64], held: NDArray[np.int64]) -> None:
-        """Keep what each sequence is due of the hot arena and holds of it, for metrics.
+    def note_shares(self, size: int, shares: NDArray[np.float64]) -> None:
+        """Keep what each sequence is due of the hot arena, for metrics.
 
         Args:
-            size: bytes of the blocks that were counted.
+            size: bytes of a slot.
             shares: ``[S]`` slots due, in order of the batches.
-            held: ``[S]`` slots held.
         """
         first = 0
         for batch in self._batches:
-            part = slice(first, first + batch.size)
-            batch.shares[size] = shares[part] * size, held[part] * size
+            batch.shares[size] = shares[first : first + batch.size] * size
             first += batch.size
 
     # ------------------------------------------------------------ what the policy knows

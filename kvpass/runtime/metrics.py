@@ -139,6 +139,9 @@ class SequenceUse:
         tokens: stored, of its longest layer.
         kv_bytes: K and V of them, all layers.
         hot_bytes: those with a copy in the hot tier.
+        fair_share: share of the hot tier that it was due at the end of the last window, 0 to 1;
+            None before the first.
+        held_share: share of the hot tier that it held then, likewise.
     """
 
     batch: int
@@ -146,6 +149,15 @@ class SequenceUse:
     tokens: int
     kv_bytes: int
     hot_bytes: int
+    fair_share: float | None = None
+    held_share: float | None = None
+
+    @property
+    def balance(self) -> float | None:
+        """Held share over fair share; None where either is not known."""
+        if self.fair_share is None or self.held_share is None:
+            return None
+        return ratio(self.held_share, self.fair_share)
 
 
 @dataclass(frozen=True)

@@ -254,7 +254,7 @@ class Mover:
             policy.demand(blocks, sequence, len(weights), self.min_frequency),
             self.tiers.hot_slots(size),
         )
-        columns.note_shares(size, shares, np.bincount(sequence[hot], minlength=len(weights)))
+        columns.note_shares(size, shares)
         # One alone may have it all: what it has no use for now is still better than nothing.
         alone = len(weights) < 2
         columns.over_share[ids] = 0 if alone else policy.over_share(blocks, sequence, hot, shares)

@@ -89,7 +89,9 @@ def take(manager: Manager, batches: Sequence[Batch]) -> Snapshot:
     """
     tally = _Tally()
     sequences = [
-        _sequence(batch, sequence, tally) for batch in batches for sequence in range(batch.size)
+        _sequence(batch, sequence, manager.tiers.hot.capacity, tally)
+        for batch in batches
+        for sequence in range(batch.size)
     ]
     mover = manager.mover
     for move in mover.in_flight:
@@ -131,9 +133,9 @@ def take(manager: Manager, batches: Sequence[Batch]) -> Snapshot:
     )
 
 
-def _sequence(batch: Batch, sequence: int, tally: _Tally) -> SequenceUse:
-    """Bytes of one sequence; its blocks are added to the tally."""
-    kv = hot = 0
+def _sequence(batch: Batch, sequence: int, capacity: int, tally: _Tally) -> SequenceUse:
+    """Bytes of one sequence in a hot tier of ``capacity``; its blocks are added to the tally."""
+    kv = hot = held = 0
     for layer, row in enumerate(batch.blocks):
         geometry = batch.geometries[layer]
         if geometry is None:
@@ -143,6 +145,13 @@ def _sequence(batch: Batch, sequence: int, tally: _Tally) -> SequenceUse:
             tokens = min(max(left, 0), geometry.block_size)
             left -= geometry.block_size
             kv += tokens * geometry.token_bytes
-            hot += tokens * geometry.token_bytes if block.hot is not None else 0
+            if block.hot is not None:
+                hot += tokens * geometry.token_bytes
+                held += geometry.block_bytes
             tally.add(block, tokens)
-    return SequenceUse(batch.first_row, sequence, max(batch.lengths, default=0), kv, hot)
+    due = sum(float(shares[sequence]) for shares in batch.shares.values())
+    known = bool(batch.shares) and capacity > 0
+    return SequenceUse(
+        batch.first_row, sequence, max(batch.lengths, default=0), kv, hot,
+        due / capacity if known else None, held / capacity if known else None,
+    )  # fmt: skip

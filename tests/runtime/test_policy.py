@@ -163,7 +163,9 @@ def test_partial_sorting_chooses_as_full_sorting_does(seed, room, limit):
     ]
     expected = [(i, -1) for i in wanted[:room][:limit]]
     for block, victim in zip(wanted[room:limit], givable, strict=False):
-        if worth[block] < policy.HYSTERESIS * worth[victim]:
+        due, within = blocks.over_share[block] == 0, blocks.over_share[victim] == 0
+        worthy = worth[block] >= policy.HYSTERESIS * worth[victim]
+        if not (due and not within) and (not worthy or (within and not due)):
             break
         expected.append((block, victim))
     pairs = policy.promotions(blocks, hot, room=room, limit=limit, min_frequency=2.0)
