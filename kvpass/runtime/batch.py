@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvpass.errors import ShapeError
+from kvpass.errors import OutOfMemoryError, ShapeError
 from kvpass.runtime import directory
 from kvpass.runtime.geometry import BlockGeometry
 from kvpass.runtime.pool import Slot
 from kvpass.runtime.table import MAX_LAYERS, RowTables
+from kvpass.sizes import format_size
 
 STAGING_BUFFERS = 4
 """Pinned copies of a table that may be on their way to the device at once."""
@@ -71,11 +72,15 @@ class Block:
         """Make every table that names this block name the copy in use."""
         slot = self.slot
         with torch.inference_mode(False):  # a later step may run outside inference mode
-            self.k = self.geometry.keys(slot.raw)
-            self.v = self.geometry.values(slot.raw)
+            keys, values = self.geometry.keys(slot.raw), self.geometry.values(slot.raw)
+        self.k, self.v = keys, values
         for batch, layer, sequence, index in self.owners:
             batch.words[layer, sequence, index] = slot.address
             batch.dirty = True
+
+    def forget(self) -> None:
+        """Let go of the memory of a slot that the block no longer has."""
+        self.k = self.v = None  # type: ignore[assignment]
 
 
 class Batch:
@@ -126,7 +131,11 @@ class Batch:
             self.rows = rows.to(self.device)
             self._row_index = self.rows[:layers].to(torch.int64)
         self.dirty = True
-        self.reserve_words(tokens)
+        try:
+            self.reserve_words(tokens)
+        except BaseException:
+            self.release_rows()
+            raise
         directory.enlist(self)
 
     def define(self, layer: int, geometry: BlockGeometry) -> None:
@@ -153,29 +162,42 @@ class Batch:
         return geometry
 
     def reserve_words(self, tokens: int) -> None:
-        """Make the tables long enough for ``tokens`` tokens; addresses change when they grow."""
+        """Make the tables long enough for ``tokens`` tokens; addresses change when they grow.
+
+        Raises:
+            OutOfMemoryError: no memory for longer ones; those there are stay.
+        """
         have = self.words.shape[2]
         wanted = max(-(-tokens // self.block_size), 1)
         if wanted <= have:
             return
         if have:
             wanted = max(wanted, 2 * have)  # growth by doubling keeps the copies few
-        words = np.zeros((self.layers, self.size, wanted), dtype=np.int64)
-        words[:, :, :have] = self.words
-        heat_before = np.zeros_like(words, dtype=np.int32)
-        heat = np.zeros_like(words, dtype=np.int32)
-        if have:
-            heat[:, :, :have] = self._read_heat_now()
-            heat_before[:, :, :have] = self.heat_before
-        self.words = words
-        self.heat_before = heat_before
+        try:
+            # All is had before anything changes, so that a failure leaves the old tables.
+            words = np.zeros((self.layers, self.size, wanted), dtype=np.int64)
+            heat_before = np.zeros_like(words, dtype=np.int32)
+            heat = np.zeros_like(words, dtype=np.int32)
+            if have:
+                heat[:, :, :have] = self._read_heat_now()
+                heat_before[:, :, :have] = self.heat_before
+            words[:, :, :have] = self.words
+            with torch.inference_mode(False):
+                device_words = torch.from_numpy(words)
+                device_heat = torch.from_numpy(heat)
+                if self.device.type != "cpu":
+                    device_words = torch.zeros(words.shape, dtype=torch.int64, device=self.device)
+                    device_heat = device_heat.to(self.device)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            size = self.layers * self.size * wanted * 16
+            raise OutOfMemoryError(
+                f"no {format_size(size)} for the tables of {self.layers} layers and {self.size} "
+                f"sequences of {tokens} tokens: release caches that are no longer used, or free "
+                "memory of other tensors"
+            ) from error
+        self.words, self.device_words = words, device_words
+        self.heat_before, self.heat = heat_before, device_heat
         with torch.inference_mode(False):
-            if self.device.type == "cpu":
-                self.device_words = torch.from_numpy(self.words)
-                self.heat = torch.from_numpy(heat)
-            else:
-                self.device_words = torch.zeros(words.shape, dtype=torch.int64, device=self.device)
-                self.heat = torch.from_numpy(heat).to(self.device)
             index = self._row_index.flatten()
             offsets = torch.arange(self.layers * self.size, device=self.device) * wanted
             self.tables.max_blocks = max(self.tables.max_blocks, wanted)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from kvpass.runtime import policy
 from kvpass.runtime.batch import Batch, Block
@@ -130,14 +131,22 @@ class Reserver:
                     continue
                 copy = Block(block.geometry, position)
                 copy.resident = block.resident
-                self._give_slot(copy, hot=True, unfinished=True)
-                copy.slot.raw.copy_(block.slot.raw, non_blocking=True)
-                self.counters.copied_blocks += 1
                 owner = (batch, layer, sequence, position)
+                self._give_slot(copy, hot=True, unfinished=True)
+                try:
+                    copy.slot.raw.copy_(block.slot.raw, non_blocking=True)
+                    copy.owners.append(owner)
+                    copy.publish()
+                except BaseException:
+                    self.mover.discard(copy)
+                    raise
+                self.counters.copied_blocks += 1
+                waiting = events_of(block)
+                if copy.slot.raw.is_cuda or block.slot.raw.is_cuda:
+                    waiting.append(torch.cuda.current_stream(self.tiers.device).record_event())
                 block.owners.remove(owner)
-                copy.owners.append(owner)
+                self.mover.leave(block, waiting)
                 row[position] = copy
-                copy.publish()
 
     def drop(self, batch: Batch, row: list[Block], keep: int) -> None:
         """Forget the blocks of a row from position ``keep`` on."""
@@ -151,3 +160,5 @@ class Reserver:
             # A block whose copy is in flight is freed when the copy is done.
             if not block.owners and block.move is None:
                 self.mover.discard(block, waiting)
+            else:
+                self.mover.leave(block, waiting)

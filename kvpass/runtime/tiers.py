@@ -78,6 +78,7 @@ class Tiers:
             PinnedMemory() if device.type == "cuda" else MappedFile(directory)
         )
         self._arenas: dict[int, tuple[Arena, Arena]] = {}
+        self._refused: dict[Tier, OutOfMemoryError] = {}  # what the memory behind a tier said last
 
     @property
     def sizes(self) -> list[int]:
@@ -119,18 +120,26 @@ class Tiers:
 
     def take_hot(self, geometry: BlockGeometry) -> Slot | None:
         """A hot slot, or None; its fences are still to be waited for."""
-        with torch.inference_mode(False):
-            return self._pair(geometry)[0].allocate()
+        return self._take("hot", self._pair(geometry)[0])
 
     def take_cold(self, geometry: BlockGeometry) -> Slot | None:
-        """A cold slot, or None; its fences are still to be waited for."""
+        """A cold slot, or None; its fences are still to be waited for.
+
+        Raises:
+            ConfigError: the directory of the cold tier cannot hold a file.
+        """
+        return self._take("cold", self._pair(geometry)[1])
+
+    def _take(self, tier: Tier, arena: Arena) -> Slot | None:
         try:
             with torch.inference_mode(False):
-                return self._pair(geometry)[1].allocate()
-        except OutOfMemoryError:
-            if self.hot.capacity:
-                return None  # the hot tier may have room; the caller raises when it has none
-            raise
+                slot = arena.allocate()
+        except OutOfMemoryError as error:
+            self._refused[tier] = error  # the other tier may have room; else full() tells
+            return None
+        if slot is not None:
+            self._refused.pop(tier, None)
+        return slot
 
     def ready(self, slot: Slot) -> Slot:
         """Make the current stream wait for whoever may still use the slot."""
@@ -152,8 +161,9 @@ class Tiers:
 
     def full(self) -> OutOfMemoryError:
         """The error of a request that no tier can hold."""
+        reasons = "".join(f"; {error}" for error in self._refused.values())
         return OutOfMemoryError(
             f"both tiers are full (hot {format_size(self.hot.capacity)}, cold "
             f"{format_size(self.cold.capacity)}): raise hot or cold, lower "
-            "max_tokens, or release caches that are no longer used"
+            f"max_tokens, or release caches that are no longer used{reasons}"
         )
