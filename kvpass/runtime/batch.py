@@ -116,8 +116,6 @@ class Batch:
         self.event: Any = None
         self.tokens_since_heat = 0
         self.released = False
-        self._row_list = tables.take(layers * size)
-        self.first_row = self._row_list[0] if self._row_list else -1
         self._device_lengths: list[int | None] = [None] * layers
         self._staging: list[tuple[torch.Tensor, Any]] = []
         self._heat_copy: tuple[torch.Tensor, Any] | None = None
@@ -125,13 +123,15 @@ class Batch:
         self.heat_before: np.ndarray[Any, np.dtype[np.int32]] = np.zeros(
             (layers, size, 0), np.int32
         )
-        with torch.inference_mode(False):
-            rows = torch.full((MAX_LAYERS, size), -1, dtype=torch.int32)
-            rows[:layers] = torch.tensor(self._row_list, dtype=torch.int32).view(layers, size)
-            self.rows = rows.to(self.device)
-            self._row_index = self.rows[:layers].to(torch.int64)
         self.dirty = True
+        self._row_list = tables.take(layers * size)
+        self.first_row = self._row_list[0] if self._row_list else -1
         try:
+            with torch.inference_mode(False):
+                rows = torch.full((MAX_LAYERS, size), -1, dtype=torch.int32)
+                rows[:layers] = torch.tensor(self._row_list, dtype=torch.int32).view(layers, size)
+                self.rows = rows.to(self.device)
+                self._row_index = self.rows[:layers].to(torch.int64)
             self.reserve_words(tokens)
         except BaseException:
             self.release_rows()
