@@ -92,6 +92,9 @@ def _check_slots(manager: Manager, blocks: list[Block]) -> None:
     for block in everyone:
         flying = [move for move in moves if move.block is block]
         assert len(flying) <= 1 and block.move is (flying[0] if flying else None)
+    for move in moves:
+        source = move.block.hot if move.kind == "store" else move.block.cold
+        assert move.source is source, "a slot was given up while a copy reads it"
     for tier in TIERS:
         held = [slot for b in everyone if (slot := b.hot if tier == "hot" else b.cold) is not None]
         held += [move.target for move in moves if (move.kind == "store") == (tier == "cold")]

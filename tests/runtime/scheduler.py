@@ -44,8 +44,9 @@ class ManualCopier:
     def copy(self, number: int) -> None:
         """Copy the bytes of a waiting move; it does not count as done yet."""
         if self.waiting:
-            move = self.waiting.pop(number % len(self.waiting))
+            move = self.waiting[number % len(self.waiting)]
             move.target.raw.copy_(move.source.raw)
+            self.waiting.remove(move)
             self._copied.append(move)
 
     def complete(self, number: int) -> None:

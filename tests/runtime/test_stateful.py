@@ -254,6 +254,7 @@ class TierMachine(RuleBasedStateMachine):
                 mirror.check()
                 mirror.release(collected=number % 2 == 0)
             self.copier.failures = 0
+            self.copier.close()
             invariants.check_empty(self.manager)
 
 
