@@ -265,7 +265,7 @@ def test_random_operations_lose_nothing(record_property):
     run_state_machine_as_test(
         TierMachine,
         settings=settings(
-            max_examples=135,
+            max_examples=165,
             stateful_step_count=60,
             phases=(Phase.generate, Phase.shrink),
             suppress_health_check=list(HealthCheck),
