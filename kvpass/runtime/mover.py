@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpass.errors import KVPassError, OutOfMemoryError
+from kvpass.errors import KVPassError
 from kvpass.runtime import policy
 from kvpass.runtime.batch import Block
 from kvpass.runtime.geometry import BlockGeometry
@@ -115,10 +115,7 @@ class Mover:
     def promote(self, block: Block) -> bool:
         """Start to copy a cold block into the hot tier; False when there is no room."""
         assert block.cold is not None
-        try:
-            target = self.tiers.take_hot(block.geometry)
-        except OutOfMemoryError:  # it is readable where it is
-            return False
+        target = self.tiers.take_hot(block.geometry)
         if target is None:
             return False
         return self._submit(Move("load", block, block.cold, target, []))

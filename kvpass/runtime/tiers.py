@@ -78,7 +78,6 @@ class Tiers:
             PinnedMemory() if device.type == "cuda" else MappedFile(directory)
         )
         self._arenas: dict[int, tuple[Arena, Arena]] = {}
-        self._refused: dict[Tier, OutOfMemoryError] = {}  # what the memory behind a tier said last
 
     @property
     def sizes(self) -> list[int]:
@@ -120,7 +119,7 @@ class Tiers:
 
     def take_hot(self, geometry: BlockGeometry) -> Slot | None:
         """A hot slot, or None; its fences are still to be waited for."""
-        return self._take("hot", self._pair(geometry)[0])
+        return self._take(self._pair(geometry)[0])
 
     def take_cold(self, geometry: BlockGeometry) -> Slot | None:
         """A cold slot, or None; its fences are still to be waited for.
@@ -128,18 +127,15 @@ class Tiers:
         Raises:
             ConfigError: the directory of the cold tier cannot hold a file.
         """
-        return self._take("cold", self._pair(geometry)[1])
+        return self._take(self._pair(geometry)[1])
 
-    def _take(self, tier: Tier, arena: Arena) -> Slot | None:
+    @staticmethod
+    def _take(arena: Arena) -> Slot | None:
         try:
             with torch.inference_mode(False):
-                slot = arena.allocate()
-        except OutOfMemoryError as error:
-            self._refused[tier] = error  # the other tier may have room; else full() tells
-            return None
-        if slot is not None:
-            self._refused.pop(tier, None)
-        return slot
+                return arena.allocate()
+        except OutOfMemoryError:
+            return None  # the other tier may have room; else full() tells
 
     def ready(self, slot: Slot) -> Slot:
         """Make the current stream wait for whoever may still use the slot."""
@@ -161,7 +157,8 @@ class Tiers:
 
     def full(self) -> OutOfMemoryError:
         """The error of a request that no tier can hold."""
-        reasons = "".join(f"; {error}" for error in self._refused.values())
+        answers = (self.hot.refused, self.cold.refused)
+        reasons = "".join(f"; {error}" for error in answers if error is not None)
         return OutOfMemoryError(
             f"both tiers are full (hot {format_size(self.hot.capacity)}, cold "
             f"{format_size(self.cold.capacity)}): raise hot or cold, lower "

@@ -254,6 +254,18 @@ def _not_empty(shape, *_, **__) -> bool:
     return 0 not in (shape if isinstance(shape, tuple) else shape.shape)
 
 
+def test_a_disk_that_fills_up_later_is_named_too(monkeypatch):
+    driver = Driver(layers=1, hot=2 * BYTES, cold=400 * BYTES)
+    driver.append(10 * BLOCK)
+    disk_full(driver, monkeypatch)
+    with pytest.raises(OutOfMemoryError, match="both tiers are full .*No space left on device"):
+        driver.append(100 * BLOCK)
+    driver.check()
+    driver.append(1)
+    driver.check()
+    invariants.check(driver.manager, [driver.batch])
+
+
 @pytest.mark.parametrize("name", ["zeros", "zeros_like"])
 def test_tables_that_cannot_grow_stay_as_they_are(name, monkeypatch):
     driver = Driver(size=2)
