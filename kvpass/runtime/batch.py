@@ -10,13 +10,14 @@ import numpy as np
 import torch
 
 from kvpass.config import FairnessConfig
-from kvpass.errors import ShapeError
+from kvpass.errors import OutOfMemoryError, ShapeError
 from kvpass.runtime import directory
 from kvpass.runtime.columns import NO_BLOCK, Columns
 from kvpass.runtime.geometry import BlockGeometry
 from kvpass.runtime.pool import Slot
 from kvpass.runtime.service import Service
 from kvpass.runtime.table import MAX_LAYERS, RowTables
+from kvpass.sizes import format_size
 
 STAGING_BUFFERS = 4
 """Pinned copies of a table that may be on their way to the device at once."""
@@ -105,6 +106,7 @@ class Block:
         """Give its row back; the block has no copy and no owner any more."""
         self.columns.delist(self.id)
         self.id = NO_BLOCK
+        self._views = None
 
     @property
     def slot(self) -> Slot:
@@ -191,21 +193,25 @@ class Batch:
         self.steps_in_window = 0
         self.steps_read = 0
         self.released = False
-        self._row_list = tables.take(layers * size)
-        self.first_row = self._row_list[0] if self._row_list else -1
         self._device_lengths: list[int | None] = [None] * layers
         self._staging: list[tuple[torch.Tensor, Any]] = []
         self._heat_copy: tuple[torch.Tensor, Any] | None = None
         self.words: np.ndarray[Any, np.dtype[np.int64]] = np.zeros((layers, size, 0), np.int64)
         self.ids: np.ndarray[Any, np.dtype[np.int32]] = np.zeros((layers, size, 0), np.int32)
         self.heat_before = self.ids.copy()
-        with torch.inference_mode(False):
-            rows = torch.full((MAX_LAYERS, size), -1, dtype=torch.int32)
-            rows[:layers] = torch.tensor(self._row_list, dtype=torch.int32).view(layers, size)
-            self.rows = rows.to(self.device)
-            self._row_index = self.rows[:layers].to(torch.int64)
         self.dirty = True
-        self.reserve_words(tokens)
+        self._row_list = tables.take(layers * size)
+        self.first_row = self._row_list[0] if self._row_list else -1
+        try:
+            with torch.inference_mode(False):
+                rows = torch.full((MAX_LAYERS, size), -1, dtype=torch.int32)
+                rows[:layers] = torch.tensor(self._row_list, dtype=torch.int32).view(layers, size)
+                self.rows = rows.to(self.device)
+                self._row_index = self.rows[:layers].to(torch.int64)
+            self.reserve_words(tokens)
+        except BaseException:
+            self.release_rows()
+            raise
         directory.enlist(self)
 
     def define(self, layer: int, geometry: BlockGeometry) -> None:
@@ -232,32 +238,44 @@ class Batch:
         return geometry
 
     def reserve_words(self, tokens: int) -> None:
-        """Make the tables long enough for ``tokens`` tokens; addresses change when they grow."""
+        """Make the tables long enough for ``tokens`` tokens; addresses change when they grow.
+
+        Raises:
+            OutOfMemoryError: no memory for longer ones; those there are stay.
+        """
         have = self.words.shape[2]
         wanted = max(-(-tokens // self.block_size), 1)
         if wanted <= have:
             return
         if have:
             wanted = max(wanted, 2 * have)  # growth by doubling keeps the copies few
-        words = np.zeros((self.layers, self.size, wanted), dtype=np.int64)
-        words[:, :, :have] = self.words
-        ids = np.full(words.shape, NO_BLOCK, dtype=np.int32)
-        ids[:, :, :have] = self.ids
-        heat_before = np.zeros_like(ids)
-        heat = np.zeros_like(ids)
-        if have:
-            heat[:, :, :have] = self._read_heat_now()
-            heat_before[:, :, :have] = self.heat_before
-        self.words = words
-        self.ids = ids
-        self.heat_before = heat_before
+        try:
+            # All is had before anything changes, so that a failure leaves the old tables.
+            words = np.zeros((self.layers, self.size, wanted), dtype=np.int64)
+            ids = np.full(words.shape, NO_BLOCK, dtype=np.int32)
+            heat_before = np.zeros_like(ids)
+            heat = np.zeros_like(ids)
+            if have:
+                heat[:, :, :have] = self._read_heat_now()
+                heat_before[:, :, :have] = self.heat_before
+            words[:, :, :have] = self.words
+            ids[:, :, :have] = self.ids
+            with torch.inference_mode(False):
+                device_words = torch.from_numpy(words)
+                device_heat = torch.from_numpy(heat)
+                if self.device.type != "cpu":
+                    device_words = torch.zeros(words.shape, dtype=torch.int64, device=self.device)
+                    device_heat = device_heat.to(self.device)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            size = self.layers * self.size * wanted * 20
+            raise OutOfMemoryError(
+                f"no {format_size(size)} for the tables of {self.layers} layers and {self.size} "
+                f"sequences of {tokens} tokens: release caches that are no longer used, or free "
+                "memory of other tensors"
+            ) from error
+        self.words, self.device_words, self.ids = words, device_words, ids
+        self.heat_before, self.heat = heat_before, device_heat
         with torch.inference_mode(False):
-            if self.device.type == "cpu":
-                self.device_words = torch.from_numpy(self.words)
-                self.heat = torch.from_numpy(heat)
-            else:
-                self.device_words = torch.zeros(words.shape, dtype=torch.int64, device=self.device)
-                self.heat = torch.from_numpy(heat).to(self.device)
             index = self._row_index.flatten()
             offsets = torch.arange(self.layers * self.size, device=self.device) * wanted
             self.tables.max_blocks = max(self.tables.max_blocks, wanted)

@@ -144,9 +144,12 @@ class Manager:
             raise CacheStateError("this cache was released; make a new one")
 
     def release(self, batch: Batch) -> None:
-        """Give back all blocks of a batch; safe to call twice."""
+        """Give back all blocks of a batch, once no step uses it; safe to call twice."""
         with self._lock:
             if batch.released:
+                return
+            if batch.active is not None:
+                self._dead.append(batch)
                 return
             for layer in range(batch.layers):
                 for sequence in range(batch.size):
@@ -160,7 +163,7 @@ class Manager:
         return self._process == os.getpid()
 
     def _bury(self) -> None:
-        while self._dead:
+        for _ in range(len(self._dead)):  # one that is in a step comes back
             self.release(self._dead.popleft())
 
     # ------------------------------------------------------------------ steps
@@ -320,13 +323,21 @@ class Manager:
         Args:
             batch: the batch to fork from; stays as it is.
             sequences: indices into it, repeated or reordered as wished.
-            length: tokens to keep, default all.
+            length: tokens to keep, default all; more than stored keeps all.
+
+        Raises:
+            CacheStateError: the batch is in a step.
+            CapacityError: ``length`` is negative.
+            OutOfMemoryError: the tables have no room.
+            ShapeError: the batch has no such sequence.
         """
         with self._lock:
             self._idle(batch)
             bad = [s for s in sequences if not 0 <= s < batch.size]
             if bad:
                 raise ShapeError(f"sequence {bad[0]} of a batch of {batch.size}")
+            if length is not None and length < 0:
+                raise CapacityError(f"fork of {length} tokens: keep 0 or more")
             lengths = [n if length is None else min(length, n) for n in batch.lengths]
             new = self.new_batch(len(sequences), batch.layers, max(lengths), batch.service.options)
             new.geometries = list(batch.geometries)
@@ -339,6 +350,7 @@ class Manager:
                         new.attach(layer, target, block)
                         block.publish()
             new.lengths = lengths
+            new.event = batch.event  # its first step may run on another stream
             return new
 
     def _idle(self, batch: Batch) -> None:
@@ -356,8 +368,15 @@ class Manager:
         """
         with self._lock:
             self._check(batch)
+            # Inside a step, its begin and end order what is read and written.
+            ordered = self.device.type == "cuda" and batch.active is None
+            if ordered and batch.event is not None:
+                torch.cuda.current_stream(self.device).wait_event(batch.event)
             with torch.autocast("cpu", enabled=False):
-                return cpu_ops.gather(batch, layer, length)
+                dense = cpu_ops.gather(batch, layer, length)
+            if ordered:  # who takes a slot of these blocks waits for this read
+                batch.event = torch.cuda.current_stream(self.device).record_event()
+            return dense
 
     def resize(self, hot: int | str | None = None, cold: int | str | None = None) -> None:
         """Let the tiers hold more or less from now on; what is stored stays.

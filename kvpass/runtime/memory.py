@@ -12,12 +12,18 @@ from typing import Protocol
 
 import torch
 
-from kvpass.errors import ConfigError, OutOfMemoryError
+from kvpass.errors import ConfigError, KVPassError, OutOfMemoryError
 from kvpass.runtime.geometry import SLOT_ALIGNMENT
 from kvpass.sizes import format_size
 
 SLAB_BYTES = 64 << 20
 """Slab of the cold tier; a power of two, because torch rounds pinned allocations up to one."""
+
+
+NO_ROOM = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG, errno.EMFILE, errno.ENFILE}
+)
+"""Errors of a file system that is full, or of a process that may have no more files or memory."""
 
 
 class MemorySource(Protocol):
@@ -90,25 +96,28 @@ class MappedFile:
         try:
             descriptor, path = tempfile.mkstemp(prefix="kvpass-", dir=self.directory)
         except OSError as error:
-            raise ConfigError(
-                f"cold_dir={self.directory!r} cannot hold the cold tier: {error.strerror}; "
-                "name an existing, writable directory"
-            ) from error
+            raise self._refusal(error, size) from error
         try:
             os.unlink(path)
             # Reserve the blocks now: a full disk would otherwise be a SIGBUS at the first write.
             os.posix_fallocate(descriptor, 0, size)
             mapped = mmap.mmap(descriptor, size, mmap.MAP_SHARED)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG):
-                raise
-            raise OutOfMemoryError(
-                f"no {format_size(size)} left for the cold tier in {self.directory!r} "
-                f"({error.strerror}): free disk space, lower max_tokens, or set cold_dir"
-            ) from error
+            raise self._refusal(error, size) from error
         finally:
             os.close(descriptor)
         return torch.frombuffer(mapped, dtype=torch.uint8)
+
+    def _refusal(self, error: OSError, size: int) -> KVPassError:
+        if error.errno in NO_ROOM:
+            return OutOfMemoryError(
+                f"no {format_size(size)} left for the cold tier in {self.directory!r} "
+                f"({error.strerror}): free disk space, lower max_tokens, or set cold_dir"
+            )
+        return ConfigError(
+            f"cold_dir={self.directory!r} cannot hold the cold tier: {error.strerror}; "
+            "name an existing, writable directory"
+        )
 
 
 def _aligned(raw: torch.Tensor, size: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -119,6 +120,11 @@ class Move:
         begin, end, moves = self.timing
         return float(begin.elapsed_time(end)) / 1e3 / moves
 
+    @property
+    def launched(self) -> bool:
+        """Whether the engine has taken it up: its event, if any, follows the copy; or it failed."""
+        return self._launched
+
     def done(self) -> bool:
         """Whether the bytes have arrived (or the copy failed)."""
         return self._launched and (self.event is None or bool(self.event.query()))
@@ -197,10 +203,14 @@ class ThreadCopier:
         if self.depth() >= QUEUE_LIMIT:
             return False
         if self._thread is None:
-            self._thread = threading.Thread(
+            thread = threading.Thread(
                 target=self._consumer.work, name="kvpass-migrate", daemon=True
             )
-            self._thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # the process may have no more threads; tried again later
+                return False
+            self._thread = thread
         self._submitted += 1
         self._consumer.inbox.put(move)
         return True
@@ -232,23 +242,50 @@ class Consumer:
         self._places: dict[tuple[int, int, int, int], Move] = {}
         self._lanes = {kind: Lane(device) for kind in self._queues} if device is not None else {}
         self._turn: Kind = "load"
+        self._piece: list[Move] = []
         self._ended = False
 
     def work(self) -> None:
         """Copy until the end marker, then what is left."""
-        if self._device is not None:
-            ignore_captures(self._device)
+        try:
+            if self._device is not None:
+                ignore_captures(self._device)
+            while self._serve():
+                pass
+        except BaseException as error:  # a device that is lost: whoever waits must learn of it
+            self._refuse(error)
+
+    def _serve(self) -> bool:
+        """Receive, then copy one piece; False at the end."""
+        self._receive()
+        self._piece = self._next_piece()
+        if self._piece:
+            self._copy(self._piece)
+            # An idle consumer must not keep a block alive.
+            self._piece = []
+        elif self._ended:
+            for lane in self._lanes.values():
+                self.finished += lane.drain()
+            return False
+        return True
+
+    def _refuse(self, error: BaseException) -> None:
+        """Let every move fail, those that come later too."""
+        left = [move for move in self._piece if not move.launched]
+        left += [move for waiting in self._queues.values() for move in waiting.clear()]
+        self._places.clear()
+        self._piece = []
+        self.finished += sum(lane.abandon() for lane in self._lanes.values())
         while True:
-            self._receive()
-            piece = self._next_piece()
-            if piece:
-                self._copy(piece)
-                # The frame of an idle consumer must not keep a block alive.
-                del piece
-            elif self._ended:
-                for lane in self._lanes.values():
-                    self.finished += lane.drain()
+            for move in left:
+                move.finish(error=error)
+            self.finished += len(left)
+            left.clear()
+            move_or_end = None if self._ended else self.inbox.get()
+            if move_or_end is None:
                 return
+            left.append(move_or_end)
+            del move_or_end
 
     def _receive(self) -> None:
         """Fetch what is in the inbox; wait for something when there is nothing to do."""
@@ -376,12 +413,12 @@ class Lane:
                 )
             end.record(self.stream)
         except BaseException as error:  # handed to the manager, which keeps the old copies
-            try:
-                # The stream may hold part of it: no slot may be reused under a copy.
+            # The stream may hold part of it: no slot may be reused under a copy. Where that fails
+            # too, the device is lost and no stream writes any more.
+            with suppress(Exception):
                 self.stream.synchronize()
-            finally:
-                for move in piece:
-                    move.finish(error=error)
+            for move in piece:
+                move.finish(error=error)
             return False
         for move in piece:
             move.target.fences = [end]
@@ -406,6 +443,12 @@ class Lane:
             self._launched[0][1].synchronize()
             arrived += self.collect()
         return arrived
+
+    def abandon(self) -> int:
+        """Ask no more about what was launched; returns the number of its moves."""
+        count = sum(len(piece) for piece, _ in self._launched)
+        self._launched.clear()
+        return count
 
     def drain(self) -> int:
         """Wait for everything launched; returns the moves that arrived."""

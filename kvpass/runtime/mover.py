@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable
 from typing import Any
 
@@ -12,12 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpass.config import MemoryConfig
+from kvpass.errors import KVPassError
 from kvpass.runtime import policy
 from kvpass.runtime.batch import Block
 from kvpass.runtime.columns import Columns
 from kvpass.runtime.geometry import BlockGeometry
 from kvpass.runtime.metrics import Counters, LinkRate
 from kvpass.runtime.migrate import Copier, Move
+from kvpass.runtime.pool import Slot
 from kvpass.runtime.ranges import ranged
 from kvpass.runtime.retries import Retries
 from kvpass.runtime.tiers import Tiers
@@ -80,7 +82,7 @@ class Mover:
         self.hot_zone_ratio = memory.hot_zone_ratio
         self.threshold = policy.Threshold(memory.gpu_threshold)
         self._moves: list[Move] = []
-        self._backlog: deque[Block] = deque()
+        self._backlog: OrderedDict[Block, None] = OrderedDict()
 
     # ------------------------------------------------------------------ copies
 
@@ -96,24 +98,31 @@ class Mover:
 
     def write_through(self, blocks: Iterable[Block]) -> None:
         """Copy blocks that became full to the cold tier, in the background, once."""
-        self._backlog.extend(block for block in blocks if block.cold is None)
+        self._backlog.update(dict.fromkeys(block for block in blocks if block.cold is None))
         self.retries.tick()
         for _ in range(len(self._backlog)):
-            block = self._backlog.popleft()
-            if not self.retries.due(block):
-                self._backlog.append(block)
-                continue
-            if block.owners and block.full and block.cold is None and block.move is None:
-                target = self.tiers.take_cold(block.geometry)
+            block = next(iter(self._backlog))
+            if block.full and block.cold is None and block.move is None:
+                self._backlog.move_to_end(block)
+                if not self.retries.due(block):
+                    continue
+                target = self._take_cold(block)
                 if target is None:
                     # No room below: the block stays hot, and is tried again when a step ends.
-                    self._backlog.append(block)
                     break
                 assert block.hot is not None
                 move = Move("store", block, block.hot, target, events_of(block), *flow_of(block))
                 if not self._submit(move):
-                    self._backlog.append(block)
                     break
+            del self._backlog[block]
+
+    def _take_cold(self, block: Block) -> Slot | None:
+        """A cold slot for a copy that nobody waits for; None if there is none."""
+        try:
+            return self.tiers.take_cold(block.geometry)
+        except KVPassError:  # the directory has gone: whoever needs the room is told
+            self.counters.failed_moves += 1
+            return None
 
     def promote(self, block: Block) -> bool:
         """Start to copy a cold block into the hot tier; False when there is no room."""
@@ -125,8 +134,13 @@ class Mover:
 
     @ranged("kvpass::migrate")
     def _submit(self, move: Move) -> bool:
-        if not self.copier.submit(move):
-            self.tiers.free(move.target)
+        queued = False
+        try:
+            queued = self.copier.submit(move)
+        finally:
+            if not queued:
+                self.tiers.free(move.target)
+        if not queued:
             return False
         move.block.move = move
         self._moves.append(move)
@@ -135,46 +149,66 @@ class Mover:
     @ranged("kvpass::publish")
     def collect(self) -> None:
         """Account for copies that are done; publish what they moved."""
-        pending: list[Move] = []
-        for move in self._moves:
-            block: Block = move.block
-            if not move.done() or in_step(block):
-                pending.append(move)
-                continue
-            block.move = None
-            if move.error is not None or not block.owners:
-                # The old copy is untouched; a block nobody owns any more goes altogether.
-                self.tiers.free(move.target)
-                self.counters.cancelled_moves += move.cancelled
-                failed = move.error is not None and not move.cancelled
-                self.counters.failed_moves += failed
-                if not block.owners:
-                    self.discard(block)
-                elif move.kind == "store":
-                    if failed:
-                        self.retries.failed(block, move.error)
-                    self._backlog.append(block)  # tried again when a step ends
+        moves, self._moves = deque(self._moves), []
+        try:
+            while moves:
+                move = moves.popleft()
+                if in_step(move.block) or not move.done():
+                    self._moves.append(move)
+                else:
+                    self._account(move)
+        finally:
+            self._moves += moves
+
+    def _account(self, move: Move) -> None:
+        block: Block = move.block
+        block.move = None
+        if move.error is None and block.owners and move.kind == "load":
+            move.error = self._publish_load(block, move.target)
+        if move.error is not None or not block.owners:
+            # The old copy is untouched; a block nobody owns any more goes altogether.
+            self.tiers.free(move.target)
+            self.counters.cancelled_moves += move.cancelled
+            failed = move.error is not None and not move.cancelled
+            self.counters.failed_moves += failed
+            if not block.owners:
+                self.discard(block)
             elif move.kind == "store":
-                block.cold = move.target
-                self.retries.forget(block)
-                self.counters.stored_blocks += 1
-                self.counters.stored_bytes += block.geometry.payload_bytes
-                self.counters.store_seconds += self.link.note(move)
-            else:
-                block.hot = move.target
-                block.publish()
-                self.counters.loaded_blocks += 1
-                self.counters.loaded_bytes += block.geometry.payload_bytes
-                self.counters.load_seconds += self.link.note(move)
-        self._moves = pending
+                if failed:
+                    self.retries.failed(block, move.error)
+                self._backlog[block] = None  # tried again when a step ends
+        elif move.kind == "store":
+            block.cold = move.target
+            self.retries.forget(block)
+            self.counters.stored_blocks += 1
+            self.counters.stored_bytes += block.geometry.payload_bytes
+            self.counters.store_seconds += self.link.note(move)
+        else:
+            self.counters.loaded_blocks += 1
+            self.counters.loaded_bytes += block.geometry.payload_bytes
+            self.counters.load_seconds += self.link.note(move)
+
+    @staticmethod
+    def _publish_load(block: Block, slot: Slot) -> BaseException | None:
+        """Let readers use a copy that has arrived; on an error, they go on with the old one."""
+        block.hot = slot
+        try:
+            block.publish()
+        except Exception as error:
+            block.hot = None
+            return error
+        return None
 
     def settle(self) -> None:
-        """Wait for all copies in flight and account for them."""
+        """Wait for all copies in flight and account for them; those that fail are not repeated."""
         while True:
             before = list(self._moves)
             for move in before:
                 move.wait()
+            failed, arrived = self.counters.failed_moves, self._arrived
             self.collect()
+            if self.counters.failed_moves > failed and self._arrived == arrived:
+                return  # what fails is tried again when a step ends, not for ever here
             self.write_through(())
             if self._moves:
                 if self._moves == before:
@@ -184,15 +218,23 @@ class Mover:
             else:
                 return
 
+    @property
+    def _arrived(self) -> int:
+        return self.counters.stored_blocks + self.counters.loaded_blocks
+
     # ---------------------------------------------------------- demotion, heat
 
     def demote(self, block: Block) -> None:
         """Give up the hot copy: the cold one was written long ago, so no byte moves."""
         assert block.hot is not None and block.cold is not None
         hot, block.hot = block.hot, None
+        try:
+            block.publish()
+        except BaseException:
+            block.hot = hot
+            raise
         block.protected = False
         block.demoted = 0
-        block.publish()
         self.tiers.free(hot, events_of(block))
         self.counters.demoted_blocks += 1
 
@@ -279,7 +321,7 @@ class Mover:
         slot, block.cold = block.cold, None
         assert slot is not None
         slot.fences.extend(events_of(block))
-        self._backlog.append(block)
+        self._backlog[block] = None
         return slot
 
     def forget_cold(self, block: Block) -> None:
@@ -287,14 +329,20 @@ class Mover:
         slot, block.cold = block.cold, None
         assert slot is not None and block.hot is not None
         self.tiers.free(slot, events_of(block))
-        self._backlog.append(block)
+        self._backlog[block] = None
 
     def make_mutable(self, block: Block) -> None:
         """A block that was full and was cropped: its cold copy would go stale."""
         if block.move is not None:
             block.move.wait()
             self.collect()
+        if block.move is not None:
+            # A step inside another: nothing is published now, and later the copy would be stale.
+            self._moves.remove(block.move)
+            self.tiers.free(block.move.target)
+            block.move = None
         block.full = False
+        self._backlog.pop(block, None)
         if block.hot is not None and block.cold is not None:
             cold, block.cold = block.cold, None
             self.tiers.free(cold, events_of(block))
@@ -307,4 +355,17 @@ class Mover:
             if slot is not None:
                 self.tiers.free(slot, waiting)
         block.hot = block.cold = None
+        self._backlog.pop(block, None)
         block.retire()
+
+    def leave(self, block: Block, events: Iterable[Any]) -> None:
+        """An owner gave the block up: what it launched must have passed before others write there.
+
+        Args:
+            block: still owned by others, or with a copy in flight.
+            events: after the last steps of those who may have read it.
+        """
+        for slot in (block.hot, block.cold):
+            if slot is not None:
+                slot.fences = [event for event in slot.fences if not event.query()]
+                slot.fences.extend(events)

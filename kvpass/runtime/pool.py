@@ -31,12 +31,14 @@ class Budget:
         taken: bytes of slabs taken so far.
         used: bytes of slots in use.
         emptied: slabs that are given back as soon as no stream uses them.
+        refused: what the memory behind it answered last, where it gave no slab; None since it did.
     """
 
     capacity: int
     taken: int = 0
     used: int = 0
     emptied: dict[Slab, None] = field(default_factory=dict)
+    refused: OutOfMemoryError | None = None
 
     @property
     def usage(self) -> float:
@@ -226,12 +228,14 @@ class Arena:
         try:
             with torch.inference_mode(False):  # a later step may run outside inference mode
                 slab = Slab(self, self.source.slab(size), size, count)
-        except OutOfMemoryError:
+        except OutOfMemoryError as error:
+            self.budget.refused = error
             if self.slabs or self.budget.taken:
                 # What is there goes on serving; the tier is simply smaller than it was promised.
                 self.budget.capacity = self.budget.taken
                 return None
             raise
+        self.budget.refused = None
         self.slabs[slab] = self._open[slab] = None
         self.free_slots += count
         self.budget.taken += size

@@ -51,6 +51,14 @@ class FairQueue(Generic[Item]):
         """Items of a flow, in order."""
         return iter(self._flows.get(flow, ()))
 
+    def clear(self) -> list[Item]:
+        """Remove and return all items."""
+        items = [item for flow in self._flows.values() for item in flow]
+        self._flows.clear()
+        self._last.clear()
+        self._virtual = 0.0
+        return items
+
     def take(self, flow: Hashable, items: list[Item]) -> None:
         """Remove items of a flow: they are served now, together."""
         waiting = self._flows[flow]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from kvpass.runtime import policy
 from kvpass.runtime.batch import Batch, Block
@@ -151,10 +152,20 @@ class Reserver:
                     continue
                 copy = self._new_block(block.geometry, position, hot=True, unfinished=True)
                 copy.resident = block.resident
-                copy.slot.raw.copy_(block.slot.raw, non_blocking=True)
+                try:
+                    copy.slot.raw.copy_(block.slot.raw, non_blocking=True)
+                    waiting = events_of(block)
+                    batch.exchange(layer, sequence, position, copy)
+                    copy.publish()
+                except BaseException:
+                    if row[position] is copy:
+                        batch.exchange(layer, sequence, position, block)
+                    self.mover.discard(copy)
+                    raise
                 self.counters.copied_blocks += 1
-                batch.exchange(layer, sequence, position, copy)
-                copy.publish()
+                if copy.slot.raw.is_cuda or block.slot.raw.is_cuda:
+                    waiting.append(torch.cuda.current_stream(self.tiers.device).record_event())
+                self.mover.leave(block, waiting)
 
     def drop(self, batch: Batch, layer: int, sequence: int, keep: int) -> None:
         """Forget the blocks of a row from position ``keep`` on."""
@@ -162,9 +173,9 @@ class Reserver:
         while len(row) > keep:
             waiting = events_of(row[-1])
             block = batch.detach(layer, sequence)
-            if block.owners:
-                continue
-            if block.move is None:
+            if not block.owners and block.move is None:
                 self.mover.discard(block, waiting)
-            else:
+                continue
+            if not block.owners:
                 block.move.cancel()  # the block is freed when the copy is done or called off
+            self.mover.leave(block, waiting)

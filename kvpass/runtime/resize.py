@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,9 +58,14 @@ class Resizer:
         budget = self.tiers.budget(tier)
         before, budget.capacity = budget.capacity, capacity
         self._reopen(tier)
-        if budget.crowded:
-            self.mover.settle()
-        self.shrink(tier)
+        try:
+            if budget.crowded:
+                self.mover.settle()
+            self.shrink(tier)
+        except BaseException:
+            budget.capacity = max(before, budget.used)
+            self._reopen(tier)
+            raise
         over = budget.used - capacity
         if over > 0 and all(map(_idle, self.blocks())):
             budget.capacity = before
@@ -86,7 +92,11 @@ class Resizer:
         tiers: tuple[Tier, ...] = ("hot", "cold")
         for tier in tiers:
             budget = self.tiers.budget(tier)
-            self.shrink(tier)
+            try:
+                self.shrink(tier)
+            except Exception:  # every block is still where it was: the next step tries again
+                self.mover.counters.failed_moves += 1
+                continue
             if budget.crowded and not budget.emptied and all(map(_idle, self.blocks())):
                 # Nothing more can leave: what is there goes on serving.
                 budget.capacity = max(budget.used, budget.taken)
@@ -199,25 +209,33 @@ class Resizer:
         """Copy a block to another slot now, in order of what reads and writes it."""
         old: Slot = getattr(block, source)
         waiting = events_of(block)
-        event = None
-        if old.raw.is_cuda or slot.raw.is_cuda:
-            stream = torch.cuda.current_stream(self.tiers.device)
-            for before in (*waiting, *old.fences):
-                stream.wait_event(before)
-            self.tiers.ready(slot).raw.copy_(old.raw, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(stream)
-            for batch in {owner[0] for owner in block.owners}:
-                batch.event = event  # its next step may run on another stream
-        else:
-            for before in (*waiting, *old.fences, *slot.fences):
-                before.synchronize()
-            slot.fences = []
-            np.copyto(slot.raw.numpy(), old.raw.numpy())
+        try:
+            event = self._copy(block, old, slot, waiting)
+        except BaseException:
+            self.tiers.free(slot)
+            raise
         setattr(block, source, None)
         setattr(block, target, slot)
         block.publish()
         self.tiers.free(old, [event, *waiting])
+
+    def _copy(self, block: Block, old: Slot, slot: Slot, waiting: list[Any]) -> Any:
+        """Copy a block after what it waits for; returns the event after the copy, None on a CPU."""
+        if not (old.raw.is_cuda or slot.raw.is_cuda):
+            for before in (*waiting, *old.fences, *slot.fences):
+                before.synchronize()
+            slot.fences = []
+            np.copyto(slot.raw.numpy(), old.raw.numpy())
+            return None
+        stream = torch.cuda.current_stream(self.tiers.device)
+        for before in (*waiting, *old.fences):
+            stream.wait_event(before)
+        self.tiers.ready(slot).raw.copy_(old.raw, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(stream)
+        for batch in {owner[0] for owner in block.owners}:
+            batch.event = event  # its next step may run on another stream
+        return event
 
 
 def _neighbours(slabs: list[Slab], size: int) -> list[Slab]:

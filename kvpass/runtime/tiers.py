@@ -115,16 +115,22 @@ class Tiers:
 
     def take_hot(self, geometry: BlockGeometry) -> Slot | None:
         """A hot slot, or None; its fences are still to be waited for."""
-        return self._pair(geometry)[0].allocate()
+        return self._take(self._pair(geometry)[0])
 
     def take_cold(self, geometry: BlockGeometry) -> Slot | None:
-        """A cold slot, or None; its fences are still to be waited for."""
+        """A cold slot, or None; its fences are still to be waited for.
+
+        Raises:
+            ConfigError: the directory of the cold tier cannot hold a file.
+        """
+        return self._take(self._pair(geometry)[1])
+
+    @staticmethod
+    def _take(arena: Arena) -> Slot | None:
         try:
-            return self._pair(geometry)[1].allocate()
+            return arena.allocate()
         except OutOfMemoryError:
-            if self.hot.capacity:
-                return None  # the hot tier may have room; the caller raises when it has none
-            raise
+            return None  # the other tier may have room; else full() tells
 
     def ready(self, slot: Slot) -> Slot:
         """Make the current stream wait for whoever may still use the slot."""
@@ -146,8 +152,10 @@ class Tiers:
 
     def full(self) -> OutOfMemoryError:
         """The error of a request that no tier can hold."""
+        answers = (self.hot.refused, self.cold.refused)
+        reasons = "".join(f"; {error}" for error in answers if error is not None)
         return OutOfMemoryError(
             f"both tiers are full (hot {format_size(self.hot.capacity)}, cold "
             f"{format_size(self.cold.capacity)}): raise hot or cold, lower "
-            "max_tokens, or release caches that are no longer used"
+            f"max_tokens, or release caches that are no longer used{reasons}"
         )

@@ -129,3 +129,24 @@ def test_a_tiered_cache_refuses_what_it_cannot_hold():
     keys, _ = cache.update(x[:, :, :5], x[:, :, :5], 0)
     assert torch.equal(keys, torch.cat([x, x[:, :, :5]], 2))
     assert cache.get_seq_length() == 35
+
+
+@pytest.mark.parametrize("slot", [33 << 20, 1 << 20, 5000 * 128])
+def test_pinned_memory_is_asked_for_in_powers_of_two_within_the_budget(slot):
+    """B48: the driver's allocator rounds up to them, and would lock almost twice as much."""
+    sizes = []
+
+    class Pinned(DeviceMemory):
+        def slab(self, size: int) -> torch.Tensor:
+            sizes.append(size)
+            return super().slab(size)  # never touched, so that it takes no memory
+
+    source = Pinned(torch.device("cpu"))
+    source.name = memory.PinnedMemory.name
+    budget = Budget(11 * (1 << 30) // 10)
+    arena = Arena(source, budget, slot)
+    while arena.allocate():
+        pass
+    assert all(size & (size - 1) == 0 for size in sizes)
+    assert sum(sizes) == budget.taken <= budget.capacity
+    assert budget.used >= 0.4 * budget.capacity
