@@ -217,7 +217,7 @@ def test_a_copy_that_always_fails_does_not_hang_who_waits(monkeypatch):
 )
 def test_a_request_that_needs_the_room_is_refused_as_a_whole(fault, error, words, monkeypatch):
     """A prompt larger than the hot tier; what other memory there is takes what it can."""
-    driver = Driver(hot=6 * BYTES, cold=400 * BYTES, resident_tokens=0)
+    driver = Driver(hot=9 * BYTES, cold=400 * BYTES, resident_tokens=0)
     other = Driver(manager=driver.manager)
     other.append(3)
     hits = fault(driver, monkeypatch)
