@@ -20,6 +20,7 @@ COMMANDS = {
     "generate": "Generate text from a model with a tiered KV cache.",
     "explain": "Say of each attention of a model whether it is rewritten, or why not.",
     "models": "Say which attentions of transformers' models are rewritten, on tiny random ones.",
+    "config": "Check the options, and say what each is and where it was written.",
     "doctor": "Say what this machine can do, and how to mend what it cannot.",
 }
 

@@ -162,6 +162,8 @@ class Names:
             inner = value.value if isinstance(value, Written) else value
             if name == FAMILIES:
                 yield from _walk_families(inner)
+            elif str(name).startswith(f"{FAMILIES}.") and name.count(".") == 1:
+                yield from _walk_families({name.partition(".")[2]: value})
             elif name not in self.groups:
                 yield str(name), value
             elif isinstance(inner, self.groups[name]):
@@ -217,6 +219,8 @@ def _walk_families(families: object) -> Iterator[tuple[str, Any]]:
     if not isinstance(families, Mapping):
         raise ConfigError(f"{FAMILIES} = {families!r}: {example}")
     for family, section in families.items():
+        if isinstance(section, Written) and isinstance(section.value, Mapping):
+            section = section.value
         if isinstance(section, FamilyConfig):
             section = {key: item for key, item in section if item is not None}
         if not isinstance(section, Mapping):
