@@ -21,6 +21,7 @@ COMMANDS = {
     "explain": "Say of each attention of a model whether it is rewritten, or why not.",
     "models": "Say which attentions of transformers' models are rewritten, on tiny random ones.",
     "config": "Check the options, and say what each is and where it was written.",
+    "plan": "Say before a model is loaded what fits where, and how fast it would decode.",
     "doctor": "Say what this machine can do, and how to mend what it cannot.",
 }
 
