@@ -33,6 +33,7 @@ ATOMS = st.one_of(
 
 FORMS = [
     *("{0} + {1}", "{0} - {1}", "{0} * {1}", "{0} / {1}", "({0})", "-{0}", "-({0})", "abs({0})"),
+    *("{0} - ({1})", "{0} / ({1})", "{0} * -({1})"),
     *("({0}) ** 2", "({0}) ** 3", "({0}) ** 0", "({0}) ** -1", "{0} - 2 ** layer_depth ** 2"),
     *("-2 ** 3 / {0}", "min({0}, {1})", "max({0}, {1})", "clamp({0}, 0.25, 4.0)"),
 ]
@@ -113,7 +114,9 @@ def test_what_has_a_value_at_every_layer_is_accepted_and_nothing_else(text: str)
 def test_meaning(text: str, layer: int, value: float) -> None:
     expression = Expression.parse(text)
     assert math.isclose(expression.evaluate(layer=layer, layers=32), value)
-    assert Expression.parse(expression.text) == expression
+    again = Expression.parse(expression.text)
+    assert again == expression
+    assert math.isclose(again.evaluate(layer=layer, layers=32), value)
 
 
 @pytest.mark.parametrize(
