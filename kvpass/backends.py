@@ -33,7 +33,7 @@ from kvpass.runtime.table import normalize
 from kvpass.step import RewrittenGraph, with_memory
 from kvpass.warn import warn_user
 
-_managers: dict[tuple[str, torch.device], Manager] = {}
+_managers: dict[tuple[Config, torch.device], Manager] = {}
 _lock = threading.Lock()
 _warned: set[str] = set()
 
@@ -65,7 +65,7 @@ def backend(
     """
     if kwargs:
         raise TypeError(f"kvpass.backend got unknown arguments {sorted(kwargs)}; use options={{}}")
-    config = Config.load(**dict(options or {}))
+    config = Config.load(origin="options= of torch.compile", **dict(options or {}))
     if mode not in (None, "default"):
         _warn_once(
             f"mode={mode!r}: kvpass runs without CUDA graphs in this version, as with the default "
@@ -143,7 +143,7 @@ def _module(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
 
 def manager_for(config: Config, device: torch.device) -> Manager:
     """The manager shared by the functional caches of one configuration on one device."""
-    key = (config.model_dump_json(), normalize(device))
+    key = (config, normalize(device))
     with _lock:
         if key not in _managers or not _managers[key].usable:
             _managers[key] = Manager(config, device)
@@ -152,15 +152,12 @@ def manager_for(config: Config, device: torch.device) -> Manager:
 
 def compile_inner(gm: fx.GraphModule, inputs: list[Any], config: Config) -> Callable[..., Any]:
     """Compile a graph with the inner compiler that the configuration names."""
-    name = config.inner
-    if name == "auto":
-        name = "inductor"
-        if not _has_compiler(inputs):
-            name = "aot_eager"
-            _warn_once(
-                "no C++ compiler was found, so the rest of the model runs uncompiled (aot_eager): "
-                "install g++ or clang++"
-            )
+    name = resolve_inner(config.inner, any(map(_on_gpu, inputs)))
+    if config.inner == "auto" and name == "aot_eager":
+        _warn_once(
+            "no C++ compiler was found, so the rest of the model runs uncompiled (aot_eager): "
+            "install g++ or clang++"
+        )
     if name == "eager":
         return gm.forward
     if name == "aot_eager":
@@ -174,9 +171,23 @@ def compile_inner(gm: fx.GraphModule, inputs: list[Any], config: Config) -> Call
     return result
 
 
-def _has_compiler(inputs: list[Any]) -> bool:
-    if any(isinstance(x, torch.Tensor) and x.device.type == "cuda" for x in inputs):
-        return True
+def resolve_inner(inner: str, gpu: bool) -> str:
+    """Return what the option ``inner`` becomes: ``auto`` is Inductor, or aot_eager without C++.
+
+    Args:
+        inner: value of the option.
+        gpu: whether the model is on a GPU, where Inductor needs no C++ compiler.
+    """
+    if inner != "auto":
+        return inner
+    return "inductor" if gpu or _has_compiler() else "aot_eager"
+
+
+def _on_gpu(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "cuda"
+
+
+def _has_compiler() -> bool:
     from torch._inductor import config as inductor_config
 
     candidates: Any = inductor_config.cpp.cxx
