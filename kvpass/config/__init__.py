@@ -16,11 +16,9 @@ from kvpass.config.model import (
     OPTIONS,
     AttentionConfig,
     Config,
-    FairnessConfig,
     MemoryConfig,
 )
 from kvpass.config.sources import ENV_OTHER, ENV_PREFIX, Written
-from kvpass.config.values import Duration
 
 __all__ = [
     "ENV_OTHER",
@@ -29,9 +27,7 @@ __all__ = [
     "OPTIONS",
     "AttentionConfig",
     "Config",
-    "Duration",
     "Expression",
-    "FairnessConfig",
     "FamilyConfig",
     "MemoryConfig",
     "ResolvedFamily",
