@@ -20,6 +20,7 @@ import kvpass.ops  # likewise
 import kvpass.runtime.flex  # teaches flex_attention about handles
 import kvpass.source_ops  # noqa: F401  # likewise
 from kvpass.config import Config
+from kvpass.graph.family import family_of
 from kvpass.graph.find import find_sites
 from kvpass.graph.flex import erase_unused, spell_out
 from kvpass.graph.inputs import follow_writes, give_memory
@@ -99,7 +100,11 @@ def backend(
             _warn_once(f"static buffers get their memory back: {'; '.join(reasons)}")
             return lambda *args: _without_last(whole(*with_memory(args, dense)), extra)
         return whole if not extra else lambda *args: _without_last(whole(*args), extra)
-    plan = rewrite(graph, result.sites, result.entry, config.memory.block_size)
+    family = family_of(result.sites)
+    known = all(site.source.form == "tiered" for site in result.sites)  # each cache has its own
+    tile = None if known else config.family(family).tile
+    plan = rewrite(graph, result.sites, result.entry, config.memory.block_size, tile)
+    plan.family = family
     examples = [node.meta["example_value"] for node in graph.nodes if node.op == "placeholder"]
     for probe in plan.probes:
         probe.run = _module(gm, probe.graph).forward

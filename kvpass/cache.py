@@ -33,6 +33,7 @@ from kvpass.runtime.metrics import Snapshot
 from kvpass.runtime.table import normalize
 from kvpass.runtime.tiers import check_hot
 from kvpass.sizes import warn_of_small_hot
+from kvpass.tuning import family_of, retention, tile_of
 from kvpass.warn import warn_user
 
 KNOWN_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
@@ -41,10 +42,11 @@ KNOWN_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 class TieredState:
     """What a TieredCache's handle stands for: its manager and its batch, made on first use."""
 
-    def __init__(self, config: Config, layers: int, max_tokens: int) -> None:
+    def __init__(self, config: Config, layers: int, max_tokens: int, family: str) -> None:
         self.config = config
         self.layers = layers
         self.max_tokens = max_tokens
+        self.family = family
         self.manager: Manager | None = None
         self.batch: Batch | None = None
         self._finalizer: Any = None
@@ -71,7 +73,7 @@ class TieredState:
                     "DynamicCache, or put all layers on one device"
                 )
             if self.batch is None:
-                self.batch = self.manager.new_batch(size, self.layers, self.max_tokens)
+                self.batch = self.manager.new_batch(size, self.layers, self.max_tokens, self.family)
                 self._finalizer = self.manager.lease(self, self.batch)
                 block = max(geometry.block_bytes for geometry in geometries.values())
                 warn_of_small_hot(self.manager.tiers.hot.capacity, size * self.layers * block)
@@ -188,6 +190,7 @@ class TieredCache:
                 f"max_tokens={max_tokens!r}: write the number of tokens of the longest sequence, "
                 "prompt and new ones, as an integer from 1 on"
             )
+        family = family_of(config)
         if hasattr(config, "get_text_config"):
             config = config.get_text_config(decoder=True)
         layers = getattr(config, "num_hidden_layers", None)
@@ -209,9 +212,11 @@ class TieredCache:
         self.kvpass_config = Config.load(**options)
         check_hot(self.kvpass_config.memory.hot)
         self.block_size: int = self.kvpass_config.memory.block_size
+        self.tile = tile_of(self.kvpass_config, config, family)
+        retention(self.kvpass_config, family, layers)  # a bad one is refused here
         self.max_tokens = max_tokens
         self._lengths = [0] * layers
-        self._state = TieredState(self.kvpass_config, layers, max_tokens)
+        self._state = TieredState(self.kvpass_config, layers, max_tokens, family)
         self._handle = directory.enroll(self._state)
 
     def update(
@@ -249,7 +254,7 @@ class TieredCache:
             key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         past = self._lengths[layer_idx]
         keys, values = torch.ops.kvpass.cache_update(
-            key_states, value_states, self._handle, layer_idx, past, self.block_size
+            key_states, value_states, self._handle, layer_idx, past, self.block_size, self.tile
         )
         self._lengths[layer_idx] = past + key_states.shape[2]
         return keys, values
@@ -275,6 +280,7 @@ class TieredCache:
         keys, values = torch.ops.kvpass.cache_read(
             self._handle, layer_idx, self._lengths[layer_idx], batch.size, geometry.kv_heads,
             geometry.head_dim_k, geometry.head_dim_v, geometry.dtype, batch.device, self.block_size,
+            self.tile,
         )  # fmt: skip
         return keys, values
 
@@ -360,7 +366,9 @@ class TieredCache:
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__)
         copy._lengths = list(self._lengths)
-        copy._state = TieredState(self.kvpass_config, len(self._lengths), self.max_tokens)
+        copy._state = TieredState(
+            self.kvpass_config, len(self._lengths), self.max_tokens, self._state.family
+        )
         copy._handle = directory.enroll(copy._state)
         state = self._state
         if state.batch is not None and state.manager is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvpass.errors import CheckpointError, ConfigError
 from kvpass.plan import LayerKV, ModelShape
+from kvpass.tuning import EXPERTS
 
 
 def llama_parameters(
@@ -144,7 +145,7 @@ def transformers_shape(name: str, content: dict[str, Any], transformers: Any) ->
             f"{content['model_type']!r}: {first}"
         ) from None
     sizes = {key: weight.numel() for key, weight in network.named_parameters()}
-    experts = int(_first(config, "num_local_experts", "n_routed_experts", "num_experts") or 1)
+    experts = int(_first(config, *EXPERTS) or 1)
     width = int(config.hidden_size)
     inner = _first(config, "intermediate_size", "ffn_dim", "n_inner")  # Gemma 3n: by layer
     return ModelShape(

@@ -60,12 +60,12 @@ class ResolvedFamily:
 
 
 def family_name(name: str) -> str:
-    """Return the name of a family's section: lower case, ``-`` as ``_``.
+    """Return the name of a family's section: lower case, ``-`` as ``_``, without ``_text``.
 
     Raises:
         ConfigError: it cannot be the ``model_type`` of a model.
     """
-    plain = name.strip().lower().replace("-", "_")
+    plain = name.strip().lower().replace("-", "_").removesuffix("_text")
     if not _FAMILY.fullmatch(plain):
         raise ConfigError(
             f"optimizations.{name}: {name!r} is no model_type; write one as llama, qwen2 or "
@@ -106,17 +106,17 @@ def resolve(
     Raises:
         ConfigError: the tile is ``auto`` and the hidden size of a dense model is not given.
     """
-    sections = [section for section in (own, shared) if section is not None]
+    both = combined(own, shared)
+    tile, note = _resolve_tile(family, both.block_size, hidden_size, experts)
+    return ResolvedFamily(family, tile, note, both.prefetch_distance, both.retention_priority)
 
-    def first(name: str) -> object:
-        values = (getattr(section, name) for section in sections)
-        return next((value for value in values if value is not None), None)
 
-    tile, note = _resolve_tile(family, first("block_size"), hidden_size, experts)
-    distance, priority = first("prefetch_distance"), first("retention_priority")
-    assert distance is None or isinstance(distance, int)
-    assert priority is None or isinstance(priority, Expression)
-    return ResolvedFamily(family, tile, note, distance, priority)
+def combined(own: FamilyConfig | None, shared: FamilyConfig | None) -> FamilyConfig:
+    """The options of a family's section, each that it does not set from ``default``."""
+    values: dict[str, object] = {}
+    for section in (shared, own):
+        values |= {name: value for name, value in section or () if value is not None}
+    return FamilyConfig.model_construct(**values)  # type: ignore[arg-type]
 
 
 def _resolve_tile(
@@ -130,8 +130,9 @@ def _resolve_tile(
         return (32, 32), f"auto: {experts} experts"
     if hidden_size is None or hidden_size < 1:
         raise ConfigError(
-            f"optimizations.{family}.block_size = 'auto' needs the hidden size of the model, not "
-            f"{hidden_size!r}: pass hidden_size=, or write the tile as [64, 64]"
+            f"optimizations.{family}.block_size = 'auto' needs the hidden size of the model, which "
+            "a TieredCache made with the model's config knows, and a compiled graph does not: "
+            "write the tile as [64, 64]"
         )
     side = 128 if hidden_size >= WIDE else 64
     return (side, side), f"auto: dense, hidden size {hidden_size}"

@@ -10,7 +10,14 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
-from kvpass.config.families import DEFAULT, FamilyConfig, ResolvedFamily, family_name, resolve
+from kvpass.config.families import (
+    DEFAULT,
+    FamilyConfig,
+    ResolvedFamily,
+    combined,
+    family_name,
+    resolve,
+)
 from kvpass.config.sources import FAMILIES, Names, Written, named, read_file_variable
 from kvpass.config.values import (
     BlockSize,
@@ -195,11 +202,21 @@ class Config(BaseModel):
         Raises:
             ConfigError: no such name is possible, or ``auto`` lacks the hidden size.
         """
-        sections = dict(self.optimizations)
+        own, shared = self._sections(model_type)
         family = family_name(model_type)
-        own = sections.get(family) if family != DEFAULT else None
-        shared = sections.get(DEFAULT)
         return resolve(family, own, shared, hidden_size=hidden_size, experts=experts)
+
+    def section(self, model_type: str) -> FamilyConfig:
+        """Return the options of a family as they were given; unset ones are those of ``default``.
+
+        Raises:
+            ConfigError: no such name is possible.
+        """
+        return combined(*self._sections(model_type))
+
+    def _sections(self, model_type: str) -> tuple[FamilyConfig | None, FamilyConfig | None]:
+        sections = dict(self.optimizations)
+        return sections.get(family_name(model_type)), sections.get(DEFAULT)
 
     def __eq__(self, other: object) -> bool:
         """Whether all options are equal, wherever they were written."""

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvpass.config.families import DEFAULT, FamilyConfig, describe_tile
+from kvpass.config.families import DEFAULT, FamilyConfig, describe_tile, rounded
 from kvpass.config.model import GROUPS, Config
 from kvpass.config.sources import FAMILIES
 from kvpass.sizes import format_size
 
+HEAD_SIZES = (64, 128, 256)
+"""For which it is said what a tile runs as, with 16-bit numbers."""
 SIZES = frozenset({"memory.hot", "memory.cold", "memory.page_size"})
 
 
@@ -70,10 +72,26 @@ def _text(option: str, value: Any) -> str:
     if option in SIZES and isinstance(value, int):
         return f"{format_size(value)} ({value} bytes)"
     if option.startswith(FAMILIES) and option.endswith(".block_size"):
-        return "auto: by hidden size and experts" if value == "auto" else describe_tile(value)
+        return "auto: by hidden size and experts" if value == "auto" else _tile(value)
     if value is None:
         return "unset"
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _tile(tile: tuple[int, int]) -> str:
+    """What a tile runs as, and where less of it fits a GPU."""
+    import torch
+
+    from triton_ops.config import extend_config
+
+    runs = (rounded(tile[0]), rounded(tile[1]))
+    found = [describe_tile(tile)]
+    for size in HEAD_SIZES:
+        # Many rows and no mask: the largest tile that the kernel runs.
+        cut = extend_config(torch.bfloat16, torch.bfloat16, size, size, 1 << 20, False, runs)
+        if (cut.block_m, cut.block_n) != runs:
+            found.append(f"on a GPU at head size {size} [{cut.block_m}, {cut.block_n}]")
+    return ", ".join(found)
 
 
 def _plain(value: Any) -> Any:

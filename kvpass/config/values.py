@@ -107,7 +107,7 @@ def _word(value: object) -> object:
 
 
 def _tile(value: object) -> tuple[int, int] | str | None:
-    message = "write two whole numbers of at least 16, as [64, 64], or auto"
+    message = "write two whole numbers, at least 16 queries and 32 keys, as [64, 64], or auto"
     if value is None:
         return None
     if isinstance(value, str):
@@ -120,7 +120,7 @@ def _tile(value: object) -> tuple[int, int] | str | None:
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise ValueError(message)
     rows, columns = map(_integer, value)
-    if rows < 16 or columns < 16:
+    if rows < 16 or columns < 32:
         raise ValueError(message)
     return rows, columns
 

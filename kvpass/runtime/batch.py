@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from kvpass.errors import ShapeError
 from kvpass.runtime import directory
 from kvpass.runtime.geometry import BlockGeometry
 from kvpass.runtime.pool import Slot
+from kvpass.runtime.readahead import ReadAhead
 from kvpass.runtime.table import MAX_LAYERS, RowTables
 
 STAGING_BUFFERS = 4
@@ -91,6 +93,11 @@ class Batch:
         active: thread that is in a step of this batch, or None.
         steps: layers of the step it is in, and of the steps nested in that.
         event: CUDA event after the last step, or None.
+        retention: of each layer, how much longer its blocks stay hot; 1 is twice the accesses.
+        ahead: how far ahead cold blocks are asked for, or None.
+        cold: ``[L][B]`` indices of blocks without a hot copy as the step began; None: there are
+            none, or nobody asks.
+        first_read: of each layer, the first block that its last decode step read.
     """
 
     def __init__(
@@ -110,6 +117,10 @@ class Batch:
         self.steps: list[frozenset[int]] = []
         self.event: Any = None
         self.tokens_since_heat = 0
+        self.retention = [0.0] * layers
+        self.ahead: ReadAhead | None = None
+        self.cold: list[list[list[int]]] | None = None
+        self.first_read = [0] * layers
         self.released = False
         self._row_list = tables.take(layers * size)
         self.first_row = self._row_list[0] if self._row_list else -1
@@ -128,6 +139,16 @@ class Batch:
         self.dirty = True
         self.reserve_words(tokens)
         directory.enlist(self)
+
+    def retain(self, values: Sequence[float]) -> None:
+        """State how much longer the blocks of each layer stay hot; 1 is twice the accesses.
+
+        Raises:
+            ShapeError: not one value a layer.
+        """
+        if len(values) != self.layers:
+            raise ShapeError(f"{len(values)} retentions of {self.layers} layers: give one a layer")
+        self.retention = list(values)
 
     def define(self, layer: int, geometry: BlockGeometry) -> None:
         """State the block layout of a layer, on its first use.
@@ -192,6 +213,8 @@ class Batch:
         """Bring the device's tables up to date, in order of the current stream."""
         if self.dirty and self.device.type == "cuda":
             self._upload_words()
+        if self.dirty and self.ahead is not None:
+            self.cold = self._find_cold()
         self.dirty = False
         if len(set(self.lengths)) == 1:
             if any(n != self.lengths[0] for n in self._device_lengths):
@@ -201,6 +224,13 @@ class Batch:
                 if self._device_lengths[layer] != length:
                     self.tables.length.index_fill_(0, self._row_index[layer], length)
         self._device_lengths = list(self.lengths)
+
+    def _find_cold(self) -> list[list[list[int]]] | None:
+        cold = [
+            [[i for i, block in enumerate(row) if block.hot is None] for row in rows]
+            for rows in self.blocks
+        ]
+        return cold if any(indices for rows in cold for indices in rows) else None
 
     def _upload_words(self) -> None:
         stream = torch.cuda.current_stream(self.device)

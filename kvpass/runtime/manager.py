@@ -24,6 +24,7 @@ import torch
 
 from kvpass import cpu_ops
 from kvpass.config import Config
+from kvpass.config.families import DEFAULT
 from kvpass.errors import CacheStateError, CapacityError, ShapeError
 from kvpass.runtime import observe, policy, pressure, roster
 from kvpass.runtime.batch import Batch, Block
@@ -37,6 +38,7 @@ from kvpass.runtime.resize import Resizer
 from kvpass.runtime.table import normalize, tables_for
 from kvpass.runtime.tiers import Tier, Tiers, check_hot
 from kvpass.sizes import format_size, parse_size
+from kvpass.tuning import tune
 from kvpass.warn import warn_user
 
 
@@ -82,20 +84,24 @@ class Manager:
 
     # ---------------------------------------------------------------- batches
 
-    def new_batch(self, size: int, layers: int, tokens: int) -> Batch:
+    def new_batch(self, size: int, layers: int, tokens: int, family: str | None = DEFAULT) -> Batch:
         """Make room in the tables for ``size`` new, empty sequences.
 
         Args:
             size: sequences.
             layers: layers that keep keys and values.
             tokens: capacity to plan for; tables grow when more are appended.
+            family: of the model, whose options hold; None: the caller sees to them.
 
         Raises:
             OutOfMemoryError: the tables have no rows left.
+            ConfigError: an option of the family does not fit this many layers.
         """
         with self._lock:
             self._bury()
             batch = Batch(self.tables, size, layers, self.config.memory.block_size, tokens)
+            if family is not None:
+                tune(batch, self.config, family)
             self._batches.append(batch)
             return batch
 
@@ -313,8 +319,10 @@ class Manager:
             if bad:
                 raise ShapeError(f"sequence {bad[0]} of a batch of {batch.size}")
             lengths = [n if length is None else min(length, n) for n in batch.lengths]
-            new = self.new_batch(len(sequences), batch.layers, max(lengths))
+            new = self.new_batch(len(sequences), batch.layers, max(lengths), family=None)
             new.geometries = list(batch.geometries)
+            new.retain(batch.retention)
+            new.ahead = batch.ahead
             for layer in range(batch.layers):
                 for target, source in enumerate(sequences):
                     for block in batch.blocks[layer][source][

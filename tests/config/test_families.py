@@ -91,8 +91,20 @@ def test_variables_of_families() -> None:
 
 BAD: list[tuple[str, Any, str]] = [
     *[
-        ("block_size", value, "write two whole numbers of at least 16")
-        for value in (64, "64", [64], [64, 64, 64], [8, 64], [64, 0], [64, -64], "wide", {}, "")
+        ("block_size", value, "write two whole numbers, at least 16 queries and 32 keys")
+        for value in (
+            64,
+            "64",
+            [64],
+            [64, 64, 64],
+            [8, 64],
+            [64, 0],
+            [64, 31],
+            [64, -64],
+            "wide",
+            {},
+            "",
+        )
     ],
     *[("block_size", value, "write a whole number") for value in ([64, 1.5], [True, 64])],
     *[("prefetch_distance", value, "at least 0") for value in (-1, "-3")],

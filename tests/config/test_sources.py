@@ -194,7 +194,7 @@ def test_the_command_shows_value_source_and_meaning(
     monkeypatch.setenv("COLUMNS", "200")
     code, out, _ = run(capsys, "--config", str(path), "--show")
     assert code == 0
-    assert re.search(r"attention.lookahead +│ 4 +│ \S+:2 +│ Layers ahead", out), out
+    assert re.search(r"memory.poison +│ false +│ default +│ Fill freed", out), out
     assert "layer_depth * 0.8" in out
 
 
