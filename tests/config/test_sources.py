@@ -187,7 +187,8 @@ def test_the_command_shows_value_source_and_meaning(
     assert rows["memory.hot"]["text"].startswith("auto: ")
     assert rows["inner"]["value"] in ("inductor", "aot_eager")
     tile = rows["optimizations.llama.block_size"]
-    assert (tile["value"], tile["text"]) == ([96, 96], "[96, 96], runs as [64, 64]")
+    assert tile["value"] == [96, 96]
+    assert tile["text"] == "[96, 96], runs as [64, 64], on a GPU at head size 256 [64, 32]"
     assert tile["source"] == f"{path}:3"
     assert all(row["meaning"].endswith(".") for row in rows.values())
 
