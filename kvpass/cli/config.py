@@ -71,7 +71,7 @@ def _print_table(rows: list[OptionRow]) -> None:
     from rich.table import Table
 
     table = Table("option", "value", "from", "meaning", show_lines=False)
-    table.columns[0].overflow = "fold"
+    table.columns[0].no_wrap = True
     table.columns[2].overflow = "fold"
     for row in rows:
         table.add_row(*map(escape, (row.option, row.text, row.source, row.meaning)))

@@ -31,12 +31,12 @@ class FamilyConfig(BaseModel):
         "experts; unset is what was measured to be best.",
     )
     prefetch_distance: Distance = Field(
-        None, description="Cold blocks ahead of the one in use that a step fetches."
+        None, description="Cold blocks ahead of the one in use that a step reads (on a CPU)."
     )
     retention_priority: ExpressionOrNone = Field(
         None,
         description="Expression over layer_depth, layer and layers; blocks of layers with a higher "
-        "value are kept in the hot tier longer.",
+        "value are kept in the hot tier longer, 1 as with twice the accesses.",
     )
 
 

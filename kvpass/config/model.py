@@ -84,15 +84,15 @@ class MemoryConfig(BaseModel):
 
 
 class AttentionConfig(BaseModel):
-    """Options of fetching what later layers will read."""
+    """Options of reading ahead what later layers will read."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     prefetch: Boolean = Field(
-        True, description="Whether cold blocks of later layers are fetched ahead."
+        True, description="Whether cold blocks of later layers are read ahead (on a CPU)."
     )
     lookahead: Integer = Field(
-        4, ge=1, le=64, description="Layers ahead of which a prefetch is issued."
+        4, ge=1, le=64, description="Layers ahead whose cold blocks are read ahead."
     )
 
 
