@@ -43,6 +43,13 @@ def test_a_priority_without_a_value_at_a_layer_is_refused_when_the_cache_is_made
     options = {"optimizations": {"default": {"retention_priority": "1 / (layers - 2)"}}}
     with pytest.raises(ConfigError, match="divides by zero at layer 0 of 2"):
         kvpass.TieredCache(tiny("llama").config, 64, **options)
+    manager = Driver(**options, layers=3).manager
+    manager.tables.take(0)  # fetches what finalizers have returned
+    free = len(manager.tables._free)
+    with pytest.raises(ConfigError, match="divides by zero"):
+        manager.new_batch(1, 2, 64)
+    manager.tables.take(0)
+    assert len(manager.tables._free) == free, "no rows are lost"
 
 
 def step(cache: kvpass.TieredCache) -> kvpass.TieredCache:

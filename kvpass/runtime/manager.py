@@ -25,7 +25,7 @@ import torch
 from kvpass import cpu_ops
 from kvpass.config import Config
 from kvpass.config.families import DEFAULT
-from kvpass.errors import CacheStateError, CapacityError, ShapeError
+from kvpass.errors import CacheStateError, CapacityError, ConfigError, ShapeError
 from kvpass.runtime import observe, policy, pressure, roster
 from kvpass.runtime.batch import Batch, Block
 from kvpass.runtime.capture import HostLock
@@ -101,7 +101,11 @@ class Manager:
             self._bury()
             batch = Batch(self.tables, size, layers, self.config.memory.block_size, tokens)
             if family is not None:
-                tune(batch, self.config, family)
+                try:
+                    tune(batch, self.config, family)
+                except ConfigError:
+                    batch.release_rows()
+                    raise
             self._batches.append(batch)
             return batch
 
