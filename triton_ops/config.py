@@ -127,7 +127,8 @@ def decode_config(
             return measured
         block_n = _fitting(tile[1], dk, dv, kv_dtype.itemsize)
         three = 3 * _tile_bytes(block_n, dk, dv, kv_dtype.itemsize) <= _STAGE_BYTES
-        return replace(measured, block_n=block_n, num_stages=3 if three else 2)
+        warps = max(measured.num_warps, 4 if block_n > 64 else 1)
+        return replace(measured, block_n=block_n, num_warps=warps, num_stages=3 if three else 2)
     if q_dtype != kv_dtype or q_dtype == torch.float32:
         # fp32 products run on the plain units: 8 warps hold the operands with far fewer spills
         return DecodeConfig(block_n=32, num_warps=8, num_stages=2)
