@@ -9,6 +9,7 @@ parts are one softmax, put together by their sums (FlashAttention, Dao et al., 2
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -48,7 +49,7 @@ def attend_latent(
     bias: Tensor | None,
     softcap: float = 0.0,
     window: int = 0,
-    tile: tuple[int, int] | None = None,
+    tile: Sequence[int] | None = None,
 ) -> Tensor:
     """Attention of n queries over all stored tokens and the m new ones.
 
@@ -125,7 +126,7 @@ def _in_two_parts(
     tables: Tables,
     block_size: int,
     scale: float,
-    tile: tuple[int, int] | None,
+    tile: Sequence[int] | None,
 ) -> Tensor:
     """Causal attention of a chunk: stored tokens absorbed, new ones expanded."""
     keys = k_new @ key_weight.transpose(1, 2)
