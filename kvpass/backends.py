@@ -20,6 +20,7 @@ import kvpass.ops  # likewise
 import kvpass.runtime.flex  # teaches flex_attention about handles
 import kvpass.source_ops  # noqa: F401  # likewise
 from kvpass.config import Config
+from kvpass.graph.family import family_of
 from kvpass.graph.find import find_sites
 from kvpass.graph.flex import erase_unused, spell_out
 from kvpass.graph.inputs import follow_writes, give_memory
@@ -33,7 +34,7 @@ from kvpass.runtime.table import normalize
 from kvpass.step import RewrittenGraph, with_memory
 from kvpass.warn import warn_user
 
-_managers: dict[tuple[str, torch.device], Manager] = {}
+_managers: dict[tuple[Config, torch.device], Manager] = {}
 _lock = threading.Lock()
 _warned: set[str] = set()
 
@@ -65,7 +66,7 @@ def backend(
     """
     if kwargs:
         raise TypeError(f"kvpass.backend got unknown arguments {sorted(kwargs)}; use options={{}}")
-    config = Config.load(**dict(options or {}))
+    config = Config.load(origin="options= of torch.compile", **dict(options or {}))
     if mode not in (None, "default"):
         _warn_once(
             f"mode={mode!r}: kvpass runs without CUDA graphs in this version, as with the default "
@@ -99,7 +100,11 @@ def backend(
             _warn_once(f"static buffers get their memory back: {'; '.join(reasons)}")
             return lambda *args: _without_last(whole(*with_memory(args, dense)), extra)
         return whole if not extra else lambda *args: _without_last(whole(*args), extra)
-    plan = rewrite(graph, result.sites, result.entry, config.memory.block_size)
+    family = family_of(result.sites)
+    known = all(site.source.form == "tiered" for site in result.sites)  # each cache has its own
+    tile = None if known else config.family(family).tile
+    plan = rewrite(graph, result.sites, result.entry, config.memory.block_size, tile)
+    plan.family = family
     examples = [node.meta["example_value"] for node in graph.nodes if node.op == "placeholder"]
     for probe in plan.probes:
         probe.run = _module(gm, probe.graph).forward
@@ -143,7 +148,7 @@ def _module(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
 
 def manager_for(config: Config, device: torch.device) -> Manager:
     """The manager shared by the functional caches of one configuration on one device."""
-    key = (config.model_dump_json(), normalize(device))
+    key = (config, normalize(device))
     with _lock:
         if key not in _managers or not _managers[key].usable:
             _managers[key] = Manager(config, device)
@@ -152,15 +157,12 @@ def manager_for(config: Config, device: torch.device) -> Manager:
 
 def compile_inner(gm: fx.GraphModule, inputs: list[Any], config: Config) -> Callable[..., Any]:
     """Compile a graph with the inner compiler that the configuration names."""
-    name = config.inner
-    if name == "auto":
-        name = "inductor"
-        if not _has_compiler(inputs):
-            name = "aot_eager"
-            _warn_once(
-                "no C++ compiler was found, so the rest of the model runs uncompiled (aot_eager): "
-                "install g++ or clang++"
-            )
+    name = resolve_inner(config.inner, any(map(_on_gpu, inputs)))
+    if config.inner == "auto" and name == "aot_eager":
+        _warn_once(
+            "no C++ compiler was found, so the rest of the model runs uncompiled (aot_eager): "
+            "install g++ or clang++"
+        )
     if name == "eager":
         return gm.forward
     if name == "aot_eager":
@@ -174,9 +176,23 @@ def compile_inner(gm: fx.GraphModule, inputs: list[Any], config: Config) -> Call
     return result
 
 
-def _has_compiler(inputs: list[Any]) -> bool:
-    if any(isinstance(x, torch.Tensor) and x.device.type == "cuda" for x in inputs):
-        return True
+def resolve_inner(inner: str, gpu: bool) -> str:
+    """Return what the option ``inner`` becomes: ``auto`` is Inductor, or aot_eager without C++.
+
+    Args:
+        inner: value of the option.
+        gpu: whether the model is on a GPU, where Inductor needs no C++ compiler.
+    """
+    if inner != "auto":
+        return inner
+    return "inductor" if gpu or _has_compiler() else "aot_eager"
+
+
+def _on_gpu(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "cuda"
+
+
+def _has_compiler() -> bool:
     from torch._inductor import config as inductor_config
 
     candidates: Any = inductor_config.cpp.cxx

@@ -35,6 +35,7 @@ from kvpass.runtime.shapes import check_pair, no_layer
 from kvpass.runtime.table import normalize
 from kvpass.runtime.tiers import check_hot
 from kvpass.sizes import warn_of_small_hot
+from kvpass.tuning import family_of, retention, tile_of
 from kvpass.warn import warn_user
 
 KNOWN_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
@@ -44,11 +45,17 @@ class TieredState:
     """What a TieredCache's handle stands for: its manager and its batch, made on first use."""
 
     def __init__(
-        self, config: Config, layers: int, max_tokens: int, manager: Manager | None = None
+        self,
+        config: Config,
+        layers: int,
+        max_tokens: int,
+        family: str,
+        manager: Manager | None = None,
     ) -> None:
         self.config = config
         self.layers = layers
         self.max_tokens = max_tokens
+        self.family = family
         self.manager = manager
         self.batch: Batch | None = None
         self.observer: Callable[[Batch, int], None] | None = None
@@ -77,7 +84,7 @@ class TieredState:
                 )
             if self.batch is None:
                 self.batch = self.manager.new_batch(
-                    size, self.layers, self.max_tokens, self.config.fairness
+                    size, self.layers, self.max_tokens, self.family, self.config.fairness
                 )
                 self.batch.observer = self.observer
                 self._finalizer = self.manager.lease(self, self.batch)
@@ -203,6 +210,7 @@ class TieredCache:
                 f"max_tokens={max_tokens!r}: write the number of tokens of the longest sequence, "
                 "prompt and new ones, as an integer from 1 on"
             )
+        family = family_of(config)
         if hasattr(config, "get_text_config"):
             config = config.get_text_config(decoder=True)
         layers = getattr(config, "num_hidden_layers", None)
@@ -224,9 +232,11 @@ class TieredCache:
         self.kvpass_config = _configuration(options, manager)
         check_hot(self.kvpass_config.memory.hot)
         self.block_size: int = self.kvpass_config.memory.block_size
+        self.tile = tile_of(self.kvpass_config, config, family)
+        retention(self.kvpass_config, family, layers)  # a bad one is refused here
         self.max_tokens = max_tokens
         self._lengths = [0] * layers
-        self._state = TieredState(self.kvpass_config, layers, max_tokens, manager)
+        self._state = TieredState(self.kvpass_config, layers, max_tokens, family, manager)
         self._handle = directory.enroll(self._state)
 
     def update(
@@ -264,7 +274,7 @@ class TieredCache:
             key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         past = self._lengths[layer_idx]
         keys, values = torch.ops.kvpass.cache_update(
-            key_states, value_states, self._handle, layer_idx, past, self.block_size
+            key_states, value_states, self._handle, layer_idx, past, self.block_size, self.tile
         )
         self._lengths[layer_idx] = past + key_states.shape[2]
         return keys, values
@@ -290,6 +300,7 @@ class TieredCache:
         keys, values = torch.ops.kvpass.cache_read(
             self._handle, layer_idx, self._lengths[layer_idx], batch.size, geometry.kv_heads,
             geometry.head_dim_k, geometry.head_dim_v, geometry.dtype, batch.device, self.block_size,
+            self.tile,
         )  # fmt: skip
         return keys, values
 
@@ -381,7 +392,9 @@ class TieredCache:
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__)
         copy._lengths = list(self._lengths)
-        copy._state = TieredState(self.kvpass_config, len(self._lengths), self.max_tokens)
+        copy._state = TieredState(
+            self.kvpass_config, len(self._lengths), self.max_tokens, self._state.family
+        )
         copy._handle = directory.enroll(copy._state)
         state = self._state
         if state.batch is not None and state.manager is not None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,7 @@ def extend(
     bias: Tensor | None,
     out: Tensor,
     made: Made | None = None,
+    tile: Sequence[int] | None = None,
 ) -> None:
     """Attention of one sequence: stored keys from its blocks, new ones from dense tensors.
 
@@ -45,6 +46,8 @@ def extend(
         out: ``[n, Hq, Dv]``, written.
         made: how keys and values are made of what the blocks hold; None: they are that. New keys
             and values come made already.
+        tile: queries, and keys of a block, that are scored at once; None: ``QUERY_TILE`` and all.
+            A first prompt without masks is given whole to torch, which cuts it by itself.
     """
     geometry = batch.geometry(layer)
     past = batch.lengths[layer]
@@ -64,29 +67,32 @@ def extend(
         )
         out.copy_(dense[0].transpose(0, 1))
         return
-    for begin in range(0, tokens, QUERY_TILE):
-        end = min(begin + QUERY_TILE, tokens)
-        tile = _Tile(q[:, begin:end], kv_heads, out.shape[2], scoring)
+    rows, columns = (QUERY_TILE, size) if tile is None else (tile[0], min(tile[1], size))
+    for begin in range(0, tokens, rows):
+        end = min(begin + rows, tokens)
+        sums = _Tile(q[:, begin:end], kv_heads, out.shape[2], scoring)
         span = _Span(past, begin, end, scoring, mask, bias)
         seen = scoring.first_seen(past + begin)
         for i in range(seen // size, geometry.blocks_for(past) if seen < past else 0):
-            first, last = i * size, min((i + 1) * size, past)
-            keys = row[i].k.unflatten(0, (stored_heads, -1)).flatten(1, 2)[:, : last - first]
-            values = row[i].v.unflatten(0, (stored_heads, -1)).flatten(1, 2)[:, : last - first]
+            start, stop = i * size, min((i + 1) * size, past)
+            keys = row[i].k.unflatten(0, (stored_heads, -1)).flatten(1, 2)[:, : stop - start]
+            values = row[i].v.unflatten(0, (stored_heads, -1)).flatten(1, 2)[:, : stop - start]
             if made is not None:
                 keys, values = made.of(keys, values)
-            tile.visit(
-                keys, values,
-                span.visible(first, last), span.added(first, last),
-            )  # fmt: skip
-        start = max(seen - past, 0) // size * size
-        for first in range(start, end if causal else new, size):
-            last = min(first + size, new)
-            tile.visit(
+            for first in range(start, stop, columns):
+                last = min(first + columns, stop)
+                sums.visit(
+                    keys[:, first - start : last - start], values[:, first - start : last - start],
+                    span.visible(first, last), span.added(first, last),
+                )  # fmt: skip
+        start = max(seen - past, 0) // columns * columns
+        for first in range(start, end if causal else new, columns):
+            last = min(first + columns, new)
+            sums.visit(
                 k_new[:, first:last], v_new[:, first:last],
                 span.visible(past + first, past + last), span.added(past + first, past + last),
             )  # fmt: skip
-        out[begin:end].copy_(tile.result().transpose(0, 1))
+        out[begin:end].copy_(sums.result().transpose(0, 1))
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,15 @@ products depends on shapes only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from kvpass.cpu_extend import Made, extend
 from kvpass.cpu_ops import decode, masks_of
 from kvpass.cpu_scores import Scoring
+from kvpass.runtime import readahead
 from kvpass.runtime.batch import Batch
 
 
@@ -47,6 +50,7 @@ def attend_latent(
     bias: Tensor | None,
     softcap: float = 0.0,
     window: int = 0,
+    tile: Sequence[int] | None = None,
 ) -> Tensor:
     """Attention of n queries over all stored tokens and the m new ones.
 
@@ -65,6 +69,7 @@ def attend_latent(
         bias: ``[B|1, Hq|1, n, >= stored + m]``, bool (False = not seen) or float (added).
         softcap: scores become ``softcap * tanh(scores / softcap)`` before bias and masks; 0 = none.
         window: as in :func:`kvpass.cpu_ops.attend`.
+        tile: likewise.
 
     Returns:
         ``[B, n, Hq, Dv]`` contiguous, in the dtype of q; 0 where a query sees no key.
@@ -76,6 +81,8 @@ def attend_latent(
         window = 0  # it covers everything
     scoring = Scoring(scale, causal, softcap, window, None)
     out = torch.empty((size, tokens, heads, width), dtype=q.dtype, device=q.device)
+    if tokens == 1:
+        readahead.ask_for_later_layer(batch, layer)
     absorbed = tokens == 1 or absorbs(tokens, latent, rotary, nope, width)
 
     def expanded(c: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,7 +97,7 @@ def attend_latent(
             k, v = expanded(c_new, r_new)
             made = Made(heads, expanded)
             extend(batch, layer, row, q[sequence].float(), k, v, scoring, mask, extra,
-                   out[sequence], made)  # fmt: skip
+                   out[sequence], made, tile)  # fmt: skip
             continue
         # [Hq, n, L + R]
         query = q[sequence].float()
@@ -101,7 +108,8 @@ def attend_latent(
             decode(batch, layer, sequence, row, new, query, scoring, mask, extra, sums, latent=True)
         else:
             k, v = _joined(c_new, r_new)
-            extend(batch, layer, row, query, k, v, scoring, mask, extra, sums, Made(1, _joined))
+            extend(batch, layer, row, query, k, v, scoring, mask, extra, sums, Made(1, _joined),
+                   tile)  # fmt: skip
         out[sequence].copy_((sums.transpose(0, 1) @ wv.transpose(1, 2)).transpose(0, 1))
     return out
 

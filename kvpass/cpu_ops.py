@@ -8,12 +8,15 @@ and Gimelshein (2018), merged over key tiles as in FlashAttention (Dao et al., 2
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvpass.cpu_extend import extend
 from kvpass.cpu_scores import UNDERFLOW, Scoring, sink_factor
+from kvpass.runtime import readahead
 from kvpass.runtime.batch import Batch, Block
 from kvpass.runtime.geometry import PAGE_SIZE
 
@@ -95,6 +98,7 @@ def attend(
     window: int = 0,
     sinks: Tensor | None = None,
     chunk: int = 0,
+    tile: Sequence[int] | None = None,
 ) -> Tensor:
     """Attention of n queries over all stored tokens and the m new ones.
 
@@ -114,6 +118,7 @@ def attend(
         window: query i sees the last ``window`` positions up to ``stored + i`` only, its own among
             them; 0 = all. Needs ``causal``. Blocks that no query sees are not read.
         sinks: ``[Hq]``, one more logit of each head's softmax, without a value.
+        tile: queries and keys of a chunk that are scored at once; None: as :func:`extend` has it.
 
     Returns:
         ``[B, n, Hq, Dv]`` contiguous, in the dtype of q; 0 where a query sees no key.
@@ -129,6 +134,8 @@ def attend(
     sink_logits = None if sinks is None else sinks.float()
     scoring = Scoring(scale, causal, softcap, window, sink_logits, chunk)
     masks = masks_of(size, kv_mask, bias)
+    if tokens == 1:
+        readahead.ask_for_later_layer(batch, layer)
     for sequence, (mask, extra) in enumerate(masks):
         row = batch.blocks[layer][sequence]
         if tokens == 1:
@@ -137,7 +144,8 @@ def attend(
         else:
             k = None if k_new is None else k_new[sequence]
             v = None if v_new is None else v_new[sequence]
-            extend(batch, layer, row, q[sequence], k, v, scoring, mask, extra, out[sequence])
+            extend(batch, layer, row, q[sequence], k, v, scoring, mask, extra, out[sequence],
+                   tile=tile)  # fmt: skip
     return out
 
 
@@ -196,6 +204,8 @@ def decode(
     first = begin // size
     row = row[first : geometry.blocks_for(total)]
     count = len(row)
+    ahead = readahead.row_schedule(batch, layer, sequence, first, first + count)
+    batch.first_read[layer] = first
     # from here on, positions count from the first block that is read
     begin, end = begin - first * size, total - first * size
     group = q.shape[0] // kv_heads
@@ -209,6 +219,8 @@ def decode(
     scores = torch.empty((count, kv_heads * pages, group, PAGE_SIZE), dtype=torch.float32)
     direct = geometry.dtype == torch.float32
     for i in range(count):
+        if first + i in ahead:
+            readahead.ask_for(row, [j - first for j in ahead[first + i]])
         keys = row[i].k if direct else row[i].k.float()
         torch.bmm(query, keys.transpose(1, 2), out=scores[i])
         if latent:

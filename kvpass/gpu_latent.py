@@ -9,6 +9,7 @@ parts are one softmax, put together by their sums (FlashAttention, Dao et al., 2
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -48,6 +49,7 @@ def attend_latent(
     bias: Tensor | None,
     softcap: float = 0.0,
     window: int = 0,
+    tile: Sequence[int] | None = None,
 ) -> Tensor:
     """Attention of n queries over all stored tokens and the m new ones.
 
@@ -66,6 +68,7 @@ def attend_latent(
         bias: ``[B|1, Hq|1, n, >= stored + m]``, or None.
         softcap: 0 = none.
         window: 0 = all.
+        tile: rows and keys of a tile; None: the measured ones.
 
     Returns:
         ``[B, Hq, n, Dv]`` in the dtype of q.
@@ -77,7 +80,17 @@ def attend_latent(
     # The device is asked last: a decode step never gets there.
     if queries >= EXPANDED_QUERIES and plain and fits and _has_flash(q):
         return _in_two_parts(
-            q, query, key_weight, value_weight, k_new, v_new, rows, tables, block_size, scale
+            q,
+            query,
+            key_weight,
+            value_weight,
+            k_new,
+            v_new,
+            rows,
+            tables,
+            block_size,
+            scale,
+            tile,
         )
     one = queries == 1
     sums: Any = triton_ops.attend_latent(
@@ -94,6 +107,7 @@ def attend_latent(
         bias=bias,
         softcap=softcap,
         window=window,
+        tile=tile,
         row_heat=tables.heat if one else None,
         max_blocks=tables.max_blocks if one else None,
     )
@@ -112,6 +126,7 @@ def _in_two_parts(
     tables: Tables,
     block_size: int,
     scale: float,
+    tile: Sequence[int] | None,
 ) -> Tensor:
     """Causal attention of a chunk: stored tokens absorbed, new ones expanded."""
     keys = k_new @ key_weight.transpose(1, 2)
@@ -121,7 +136,7 @@ def _in_two_parts(
     old: Any = triton_ops.attend_latent(
         query, None, None, rows, tables.base, tables.length, block_size=block_size, scale=scale,
         causal=False, latent_dim=k_new.shape[3], rope_dim=v_new.shape[3], kv_dtype=k_new.dtype,
-        return_lse=True,
+        return_lse=True, tile=tile,
     )  # fmt: skip
     # The new part always has keys, so that its sum is finite.
     share = torch.sigmoid(new[1] - old[1]).unsqueeze(-1)

@@ -2,12 +2,14 @@
 """The cached op of multi-head latent attention, beside ``append`` of :mod:`kvpass.ops`.
 
 ``attend_latent(q, key_weight, value_weight, k_new, v_new, token, rows, layer, block_size, scale,
-causal, kv_mask, bias, softcap, window) -> out``, ``[B, Hq, n, Dv]`` laid out as ``[B, n, Hq, Dv]``
-in memory. Blocks hold latents as keys and rotary keys as values of one head; meaning of the
-arguments: :func:`kvpass.cpu_latent.attend_latent`.
+causal, kv_mask, bias, softcap, window, tile) -> out``, ``[B, Hq, n, Dv]`` laid out as
+``[B, n, Hq, Dv]`` in memory. Blocks hold latents as keys and rotary keys as values of one head;
+meaning of the arguments: :func:`kvpass.cpu_latent.attend_latent`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +26,8 @@ _LIBRARY = torch.library.Library("kvpass", "FRAGMENT")
 _LIBRARY.define(
     "attend_latent(Tensor q, Tensor key_weight, Tensor value_weight, Tensor k_new, Tensor v_new,"
     " Tensor token, Tensor rows, int layer, int block_size, float scale, bool causal,"
-    " Tensor? kv_mask, Tensor? bias, float softcap=0.0, int window=0) -> Tensor"
+    " Tensor? kv_mask, Tensor? bias, float softcap=0.0, int window=0, int[]? tile=None)"
+    " -> Tensor"
 )
 
 
@@ -44,6 +47,7 @@ def _attend_latent_cpu(
     bias: Tensor | None,
     softcap: float = 0.0,
     window: int = 0,
+    tile: Sequence[int] | None = None,
 ) -> Tensor:
     _check(q, key_weight, value_weight, k_new, v_new, scale, causal, softcap, window)
     if q.shape[0] == 0:
@@ -53,7 +57,7 @@ def _attend_latent_cpu(
     with torch.autocast("cpu", enabled=False):
         out = cpu_latent.attend_latent(
             batch, layer, q, key_weight, value_weight, k_new, v_new, scale, causal, kv_mask,
-            full_bias(bias, q.shape[2]), softcap, window,
+            full_bias(bias, q.shape[2]), softcap, window, tile,
         )  # fmt: skip
     return out.transpose(1, 2)
 
@@ -74,6 +78,7 @@ def _attend_latent_cuda(
     bias: Tensor | None,
     softcap: float = 0.0,
     window: int = 0,
+    tile: Sequence[int] | None = None,
 ) -> Tensor:
     from kvpass import gpu_latent
 
@@ -82,7 +87,7 @@ def _attend_latent_cuda(
     with torch.autocast("cuda", enabled=False):
         out = gpu_latent.attend_latent(
             q, key_weight, value_weight, k_new, v_new, rows[layer], tables, block_size, scale,
-            causal, kv_mask, full_bias(bias, q.shape[2]), softcap, window,
+            causal, kv_mask, full_bias(bias, q.shape[2]), softcap, window, tile,
         )  # fmt: skip
     return token_major(out)
 
@@ -146,6 +151,7 @@ def _attend_latent_fake(
     bias: Tensor | None,
     softcap: float = 0.0,
     window: int = 0,
+    tile: Sequence[int] | None = None,
 ) -> Tensor:
     return empty_output(q, value_weight.shape[1])
 

@@ -3,8 +3,8 @@
 
 Source ops appear in traced graphs and are right by themselves, if slow; the pass replaces them:
 
-- ``cache_update(k, v, handle, layer, past, block_size) -> (K, V)``: append, and return dense copies
-  of all keys and values. Traced from ``TieredCache.update``.
+- ``cache_update(k, v, handle, layer, past, block_size, tile) -> (K, V)``: append, and return dense
+  copies of all keys and values. Traced from ``TieredCache.update``.
 - ``materialize(ticket, size, dtype, device) -> Tensor``: dense copy of what a KV handle stands for.
 
 Cached ops stand in rewritten graphs, and read ``rows`` (int32 ``[MAX_LAYERS, B]``), the table
@@ -13,7 +13,7 @@ returns.
 
 - ``append(k, v, rows, layer, block_size) -> token``
 - ``attend(q, k_new, v_new, token, rows, layer, block_size, scale, causal, kv_mask, bias, softcap,
-  window, sinks, kv_heads, head_dim_v, chunk) -> out``, ``[B, Hq, n, Dv]`` laid out as
+  window, sinks, kv_heads, head_dim_v, chunk, tile) -> out``, ``[B, Hq, n, Dv]`` laid out as
   ``[B, n, Hq, Dv]`` in memory: n queries over the stored tokens and m new ones. Without ``k_new``,
   ``v_new`` and ``token`` (cross attention after its first step) the stored ones are all, in the
   dtype of ``q``; only then are ``kv_heads`` and ``head_dim_v`` read. Meaning of the rest:
@@ -22,6 +22,7 @@ returns.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,8 +44,8 @@ from triton_ops._checks import (
 _LIBRARY = torch.library.Library("kvpass", "DEF")
 
 _LIBRARY.define(
-    "cache_update(Tensor k, Tensor v, Tensor handle, int layer, SymInt past, int block_size)"
-    " -> (Tensor, Tensor)"
+    "cache_update(Tensor k, Tensor v, Tensor handle, int layer, SymInt past, int block_size,"
+    " int[]? tile=None) -> (Tensor, Tensor)"
 )
 _LIBRARY.define(
     "materialize(Tensor ticket, SymInt[] size, ScalarType dtype, Device device) -> Tensor"
@@ -54,7 +55,7 @@ _LIBRARY.define(
     "attend(Tensor q, Tensor? k_new, Tensor? v_new, Tensor? token, Tensor rows, int layer,"
     " int block_size, float scale, bool causal, Tensor? kv_mask, Tensor? bias,"
     " float softcap=0.0, int window=0, Tensor? sinks=None, int kv_heads=0, int head_dim_v=0,"
-    " int chunk=0) -> Tensor"
+    " int chunk=0, int[]? tile=None) -> Tensor"
 )
 
 
@@ -86,6 +87,7 @@ def _attend_cpu(
     kv_heads: int = 0,
     head_dim_v: int = 0,
     chunk: int = 0,
+    tile: Sequence[int] | None = None,
 ) -> Tensor:
     new = _check(
         q, k_new, v_new, token, scale, causal, softcap, window, chunk, sinks, kv_heads, head_dim_v
@@ -103,7 +105,7 @@ def _attend_cpu(
     with torch.autocast("cpu", enabled=False):
         out = cpu_ops.attend(
             batch, layer, q, k_new, v_new, scale, causal, kv_mask, full_bias(bias, q.shape[2]),
-            softcap, window, sinks, chunk,
+            softcap, window, sinks, chunk, tile,
         )  # fmt: skip
     return out.transpose(1, 2)
 
@@ -134,6 +136,7 @@ def _attend_cuda(
     kv_heads: int = 0,
     head_dim_v: int = 0,
     chunk: int = 0,
+    tile: Sequence[int] | None = None,
 ) -> Tensor:
     import triton_ops
 
@@ -154,6 +157,7 @@ def _attend_cuda(
         "kv_heads": new.kv_heads,
         "head_dim_v": new.head_dim_v,
         "kv_dtype": new.dtype,
+        "tile": tile,
     }
     if q.shape[2] == 1:
         out = triton_ops.attend_decode(
@@ -251,6 +255,7 @@ def _attend_fake(
     kv_heads: int = 0,
     head_dim_v: int = 0,
     chunk: int = 0,
+    tile: Sequence[int] | None = None,
 ) -> Tensor:
     return empty_output(q, head_dim_v if v_new is None else v_new.shape[3])
 
@@ -265,13 +270,25 @@ def empty_output(q: Tensor, head_dim_v: int) -> Tensor:
 
 
 def _cache_update(
-    k: Tensor, v: Tensor, handle: Tensor, layer: int, past: int, block_size: int
+    k: Tensor,
+    v: Tensor,
+    handle: Tensor,
+    layer: int,
+    past: int,
+    block_size: int,
+    tile: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     return directory.tiered(handle).update_dense(k, v, layer, past)
 
 
 def _cache_update_fake(
-    k: Tensor, v: Tensor, handle: Tensor, layer: int, past: int, block_size: int
+    k: Tensor,
+    v: Tensor,
+    handle: Tensor,
+    layer: int,
+    past: int,
+    block_size: int,
+    tile: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     size, heads, tokens, _ = k.shape
     total = past + tokens

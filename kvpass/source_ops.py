@@ -2,11 +2,13 @@
 """The source op that reads a TieredCache without adding to it, as cross attention does.
 
 ``cache_read(handle, layer, past, batch, kv_heads, head_dim_k, head_dim_v, dtype, device,
-block_size) -> (K, V)``: dense copies of the first ``past`` keys and values of a layer. Like
+block_size, tile) -> (K, V)``: dense copies of the first ``past`` keys and values of a layer. Like
 ``cache_update`` it is right by itself, and the pass replaces it where it can.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +19,8 @@ _LIBRARY = torch.library.Library("kvpass", "FRAGMENT")
 
 _LIBRARY.define(
     "cache_read(Tensor handle, int layer, SymInt past, SymInt batch, int kv_heads, int head_dim_k,"
-    " int head_dim_v, ScalarType dtype, Device device, int block_size) -> (Tensor, Tensor)"
+    " int head_dim_v, ScalarType dtype, Device device, int block_size,"
+    " int[]? tile=None) -> (Tensor, Tensor)"
 )
 
 
@@ -32,6 +35,7 @@ def _cache_read(
     dtype: torch.dtype,
     device: torch.device,
     block_size: int,
+    tile: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     pair: tuple[Tensor, Tensor] = directory.tiered(handle).read_dense(layer, past)
     return pair
@@ -48,6 +52,7 @@ def _cache_read_fake(
     dtype: torch.dtype,
     device: torch.device,
     block_size: int,
+    tile: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     return (
         torch.empty((batch, kv_heads, past, head_dim_k), dtype=dtype, device=device),

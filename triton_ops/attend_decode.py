@@ -17,7 +17,7 @@ import triton.language as tl
 from triton_ops import _checks
 from triton_ops._scores import add_bias, add_sink, cap_scores, softmax_weights, visible_keys
 from triton_ops._tiles import PAGE, TL_DTYPE, compute_dtype, load_tile, page_offsets
-from triton_ops.config import DecodeConfig, decode_config, splits_for, window_tiles
+from triton_ops.config import DecodeConfig, Tile, decode_config, splits_for, window_tiles
 from triton_ops.merge import merge_splits
 
 __all__ = ["DecodeConfig", "attend_decode", "splits_for"]
@@ -245,6 +245,7 @@ def attend_decode(
     return_lse: bool = False,
     new_tokens: int = 1,
     config: DecodeConfig | None = None,
+    tile: Tile | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of one query token a row over its blocks.
@@ -282,6 +283,7 @@ def attend_decode(
         return_lse: also return the natural log of the sum of exponentials, sink included.
         new_tokens: tokens added to `row_len`.
         config: tile sizes for measurements, default from the measured table.
+        tile: rows and keys of a tile instead of the measured ones; only the keys count here.
         out: `[B, Hq, 1, Dv]` contiguous, in the dtype of `q`; default a new tensor.
 
     Returns:
@@ -319,7 +321,7 @@ def attend_decode(
     if batch == 0:
         return (out, lse) if return_lse else out
 
-    cfg = config or decode_config(q.dtype, kv_dtype, dk, head_dim_v, group)
+    cfg = config or decode_config(q.dtype, kv_dtype, dk, head_dim_v, group, tile)
     block_n = cfg.tile(block_size)
     splits = splits or cfg.splits
     if not splits:

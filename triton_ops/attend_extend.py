@@ -24,7 +24,14 @@ from triton_ops._tiles import (
     page_offsets,
     store_rows,
 )
-from triton_ops.config import ExtendConfig, extend_config, extend_splits, fit_tile, window_tiles
+from triton_ops.config import (
+    ExtendConfig,
+    Tile,
+    extend_config,
+    extend_splits,
+    fit_tile,
+    window_tiles,
+)
 from triton_ops.merge import merge_splits
 
 __all__ = ["ExtendConfig", "attend_extend"]
@@ -241,6 +248,7 @@ def attend_extend(
     kv_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     config: ExtendConfig | None = None,
+    tile: Tile | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of n query tokens to the `row_len[row]` cached ones and to m new ones.
@@ -274,6 +282,7 @@ def attend_extend(
         kv_dtype: dtype of the blocks, by default that of `q`; read only where `k_new` is None.
         return_lse: also return the natural log of the sum of exponentials, sink included.
         config: tile sizes for measurements.
+        tile: rows and keys of a tile instead of the measured ones, as far as the kernel runs them.
         out: `[B, Hq, n, Dv]` contiguous, in the dtype of `q`; default a new tensor.
 
     Returns:
@@ -307,7 +316,7 @@ def attend_extend(
         return (out, lse) if return_lse else out
 
     operands = kv_mask is not None or bias is not None
-    cfg = config or extend_config(q.dtype, new.dtype, dk, dv, n * group, operands)
+    cfg = config or extend_config(q.dtype, new.dtype, dk, dv, n * group, operands, tile)
     block_n = fit_tile(cfg.block_n, block_size)
     row_tiles = triton.cdiv(n * group, cfg.block_m)
     splits = cfg.splits or extend_splits(row_tiles * batch * new.kv_heads, q.device)

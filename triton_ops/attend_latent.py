@@ -27,7 +27,14 @@ from triton_ops._tiles import (
     page_offsets,
     store_rows,
 )
-from triton_ops.config import LatentConfig, fit_tile, latent_config, latent_splits, window_tiles
+from triton_ops.config import (
+    LatentConfig,
+    Tile,
+    fit_tile,
+    latent_config,
+    latent_splits,
+    window_tiles,
+)
 from triton_ops.merge import merge_splits
 
 __all__ = ["LatentConfig", "attend_latent"]
@@ -281,6 +288,7 @@ def attend_latent(
     kv_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     config: LatentConfig | None = None,
+    tile: Tile | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of n query tokens to the latents of `row_len[row]` cached tokens and m new ones.
@@ -316,6 +324,7 @@ def attend_latent(
         kv_dtype: dtype of the blocks, by default that of `q`; read only where `c_new` is None.
         return_lse: also return the natural log of the sum of exponentials.
         config: tile sizes for measurements.
+        tile: rows and keys of a tile instead of the measured ones, as far as the kernel runs them.
         out: `[B, Hq, n, L]` contiguous, in the dtype of `q`; default a new tensor.
 
     Returns:
@@ -354,7 +363,7 @@ def attend_latent(
         return (out, lse) if return_lse else out
 
     operands = kv_mask is not None or bias is not None
-    cfg = config or latent_config(q.dtype, new.dtype, dim, rope, n * heads, operands)
+    cfg = config or latent_config(q.dtype, new.dtype, dim, rope, n * heads, operands, tile)
     block_n = fit_tile(cfg.block_n, block_size)
     row_tiles = triton.cdiv(n * heads, cfg.block_m)
     splits = cfg.splits or latent_splits(row_tiles * batch, cfg.programs_per_sm, q.device)

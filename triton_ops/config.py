@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,6 +19,9 @@ _MAX_SPLITS = 128
 # which starts early: (1, 32, 8, 32768) takes 37.9 us with 32 splits, 39.1 with 33 on 132 SMs.
 _PROGRAMS_PER_SM = 2
 _PLACES_FOR_MERGE = 4
+
+Tile = Sequence[int]
+"""Rows and keys that a program is asked to take at once, powers of two from 16 and from 32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +103,33 @@ def _tile_bytes(block_n: int, dk: int, dv: int, itemsize: int) -> int:
     return block_n * (next_power_of_2(dk) + next_power_of_2(dv)) * itemsize
 
 
+def _fitting(block_n: int, dk: int, dv: int, itemsize: int) -> int:
+    """The largest power of two from 32 to `block_n` of which two stages fit."""
+    while block_n > 32 and 2 * _tile_bytes(block_n, dk, dv, itemsize) > _STAGE_BYTES:
+        block_n //= 2
+    return block_n
+
+
 def decode_config(
-    q_dtype: torch.dtype, kv_dtype: torch.dtype, dk: int, dv: int, group: int
+    q_dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    dk: int,
+    dv: int,
+    group: int,
+    tile: Tile | None = None,
 ) -> DecodeConfig:
-    """Tile of a decode launch: what fits the shared memory of two programs an SM."""
+    """Tile of a decode launch: what fits the shared memory of two programs an SM.
+
+    With `tile` its keys, or as many of them as fit; only 32 where products are fp32.
+    """
+    if tile is not None:
+        measured = decode_config(q_dtype, kv_dtype, dk, dv, group)
+        if q_dtype != kv_dtype or q_dtype == torch.float32:
+            return measured
+        block_n = _fitting(tile[1], dk, dv, kv_dtype.itemsize)
+        three = 3 * _tile_bytes(block_n, dk, dv, kv_dtype.itemsize) <= _STAGE_BYTES
+        warps = max(measured.num_warps, 4 if block_n > 64 else 1)
+        return replace(measured, block_n=block_n, num_warps=warps, num_stages=3 if three else 2)
     if q_dtype != kv_dtype or q_dtype == torch.float32:
         # fp32 products run on the plain units: 8 warps hold the operands with far fewer spills
         return DecodeConfig(block_n=32, num_warps=8, num_stages=2)
@@ -119,17 +146,33 @@ def decode_config(
 
 
 def extend_config(
-    q_dtype: torch.dtype, kv_dtype: torch.dtype, dk: int, dv: int, rows: int, operands: bool
+    q_dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    dk: int,
+    dv: int,
+    rows: int,
+    operands: bool,
+    tile: Tile | None = None,
 ) -> ExtendConfig:
-    """Tile of an extend launch for `rows` rows a KV head; `operands`: it has a mask or bias."""
+    """Tile of an extend launch for `rows` rows a KV head; `operands`: it has a mask or bias.
+
+    With `tile` as many of its rows and keys as the kernel runs without spilling.
+    """
     wide = max(dk, dv) > 128
+    asked = tile[0] if tile is not None else 128
     if q_dtype != kv_dtype or q_dtype == torch.float32:
-        return ExtendConfig(min(max(next_power_of_2(rows), 16), 16 if wide else 32), 32, 8, 1)
+        top = min(16 if wide else 32, asked)
+        return ExtendConfig(min(max(next_power_of_2(rows), 16), top), 32, 8, 1)
     # a 128-row tile with a mask and bias spills about 1 KiB a thread on sm_90
     top = 64 if wide or operands else 128
-    block_m = min(max(next_power_of_2(rows), 16), top)
+    block_m = min(max(next_power_of_2(rows), 16), top, asked)
     warps = 8 if block_m >= 64 else 4
-    return ExtendConfig(block_m, 32 if wide else 64, warps, 2)
+    block_n = 32 if wide else 64
+    if tile is not None:
+        # 128 keys with a mask and bias spill 556 bytes a thread on sm_90 at head size 64
+        most = min(tile[1], 64) if operands else tile[1]
+        block_n = _fitting(most, dk, dv, kv_dtype.itemsize)
+    return ExtendConfig(block_m, block_n, warps, 2)
 
 
 def latent_config(
@@ -139,8 +182,19 @@ def latent_config(
     rope_dim: int,
     rows: int,
     operands: bool,
+    tile: Tile | None = None,
 ) -> LatentConfig:
-    """Tile of a launch over latents for `rows` rows; `operands`: it has a mask or bias."""
+    """Tile of a launch over latents for `rows` rows; `operands`: it has a mask or bias.
+
+    With `tile` its rows and keys, at most those of the measured tile, which fills shared memory.
+    """
+    if tile is not None:
+        measured = latent_config(q_dtype, kv_dtype, latent_dim, rope_dim, rows, operands)
+        return replace(
+            measured,
+            block_m=min(measured.block_m, tile[0]),
+            block_n=min(measured.block_n, tile[1]),
+        )
     if q_dtype != kv_dtype or q_dtype == torch.float32:
         # 512 channels in 8 warps spill three times as much as in 16 (ptxas, sm_90)
         return LatentConfig(16, 32, 16 if latent_dim > 256 else 8, 1)

@@ -23,6 +23,8 @@ COMMANDS = {
     "models": "Say which attentions of transformers' models are rewritten, on tiny random ones.",
     "metrics": "Print the metrics of a running process.",
     "top": "Watch the tiers of a running process.",
+    "config": "Check the options, and say what each is and where it was written.",
+    "plan": "Say before a model is loaded what fits where, and how fast it would decode.",
     "doctor": "Say what this machine can do, and how to mend what it cannot.",
 }
 

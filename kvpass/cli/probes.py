@@ -142,6 +142,26 @@ def ram_copy_rate() -> float:
     return LINK_BYTES / best / 1e9
 
 
+def read_rate(gpu: bool) -> float:
+    """Return GB/s at which device memory, or RAM, is read: the best of three sums over a tensor.
+
+    Args:
+        gpu: read the memory of the current GPU, else RAM.
+    """
+    import torch
+
+    size = 4 * LINK_BYTES if gpu else LINK_BYTES
+    source = torch.ones(size // 4, dtype=torch.float32, device="cuda" if gpu else "cpu")
+    best = float("inf")
+    for _ in range(4):  # the first warms up
+        start = time.perf_counter()
+        source.sum()
+        if gpu:
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return size / best / 1e9
+
+
 def disk_rates(folder: Path) -> tuple[float, float]:
     """Return GB/s of writing a temporary file through to the disk, and of reading it back.
 

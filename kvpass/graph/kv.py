@@ -98,7 +98,17 @@ def address(update: fx.Node) -> tuple[fx.Node, int, int]:
     first = 0 if is_read(update) else 2
     handle, layer = update.args[first : first + 2]
     assert isinstance(handle, fx.Node)
-    return handle, constant_int(layer), constant_int(update.args[-1])
+    return handle, constant_int(layer), constant_int(update.args[9 if is_read(update) else 5])
+
+
+def tile_of(update: fx.Node) -> tuple[int, int] | None:
+    """Queries and keys of a tile that a TieredCache asks for; None: the measured ones."""
+    given = update.args[10 if is_read(update) else 6 :]
+    if not given or given[0] is None:
+        return None
+    assert isinstance(given[0], (list, tuple))
+    rows, columns = map(constant_int, given[0])
+    return rows, columns
 
 
 def is_handle(node: fx.Node) -> bool:
@@ -137,7 +147,7 @@ def _tiered(k: fx.Node, v: fx.Node, update: fx.Node | None, live: set[fx.Node]) 
     others = [user for user in update.users if user in live and user not in (k, v)]
     if others:
         raise NoSource(f"the TieredCache update is also used by {describe(others[0])}")
-    bound = bind(update, "k", "v", "handle", "layer", "past", "block_size")
+    bound = bind(update, "k", "v", "handle", "layer", "past", "block_size", "tile")
     new_k = bound.get("k") if bound else None
     new_v = bound.get("v") if bound else None
     if not isinstance(new_k, fx.Node) or not isinstance(new_v, fx.Node):

@@ -110,6 +110,7 @@ class Plan:
         dense: input indices of buffers that the graph still writes to, so that they need memory.
         rewritten: number of sites.
         gone: for each site, in the order given, the tensors that are no longer made.
+        family: of the model, whose options hold for functional sites.
     """
 
     inputs: list[int] = field(default_factory=list)
@@ -124,3 +125,4 @@ class Plan:
     dense: list[int] = field(default_factory=list)
     rewritten: int = 0
     gone: list[tuple[str, ...]] = field(default_factory=list)
+    family: str = "default"

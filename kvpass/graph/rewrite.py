@@ -28,7 +28,7 @@ from kvpass.graph.emit import (
 from kvpass.graph.entry import EntryValues
 from kvpass.graph.flex import erase_unused
 from kvpass.graph.inputs import Rows, give_memory, grown, plain, symbols_of
-from kvpass.graph.kv import address, is_handle, is_update
+from kvpass.graph.kv import address, is_handle, is_update, tile_of
 from kvpass.graph.plan import BufferUse, FunctionalSite, LayerShape, Plan, TieredGroup
 from kvpass.graph.site import AttentionSite, tokens_axis
 from kvpass.graph.walk import mutates, shape_of, size_reads
@@ -87,7 +87,11 @@ def _v_new(site: AttentionSite) -> fx.Node:
 
 
 def rewrite(
-    graph: fx.Graph, sites: list[AttentionSite], entry: EntryValues, block_size: int
+    graph: fx.Graph,
+    sites: list[AttentionSite],
+    entry: EntryValues,
+    block_size: int,
+    tile: tuple[int, int] | None = None,
 ) -> Plan:
     """Replace ``sites`` in ``graph``, in place.
 
@@ -96,6 +100,7 @@ def rewrite(
         sites: matched and legal sites of it.
         entry: what its integer inputs hold.
         block_size: tokens of a block of functional sites.
+        tile: queries and keys of a kernel's tile at functional sites; None: the measured ones.
 
     Returns:
         How to call the new graph.
@@ -132,7 +137,7 @@ def rewrite(
             groups[key] = (group, rows.add(example(site.query)))
         group, node = groups[key]
         group.layers[layer] = shape
-        _replace(graph, site, node, layer, size, tokens)
+        _replace(graph, site, node, layer, size, tile_of(update), tokens)
     families: dict[tuple[Any, ...], list[AttentionSite]] = {}
     for site in functional:
         shape = _shape_of(site)
@@ -143,7 +148,7 @@ def rewrite(
         layers: dict[tuple[fx.Node, fx.Node], int] = {}
         for site in family:
             layer = layers.setdefault(_cache_of(site), len(layers))
-            _replace(graph, site, node, layer, block_size, tokens)
+            _replace(graph, site, node, layer, block_size, tile, tokens)
     # Only now: an attention's own output may be returned, and has just been replaced.
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
     kind = type(output.args[0])
@@ -247,6 +252,7 @@ def _replace(
     rows: fx.Node,
     layer: int,
     block_size: int,
+    tile: tuple[int, int] | None,
     tokens: dict[tuple[fx.Node, fx.Node], fx.Node],
 ) -> None:
     """Replace one site; ``tokens`` are of the keys and values that have been appended."""
@@ -285,6 +291,7 @@ def _replace(
             _beside(graph, site.mask.kv_mask, site.query),
             operand(graph, site.mask.terms, heads),
             **_options(site),
+            **({} if tile is None else {"tile": tile}),
         )
         if site.output_first:
             out = call(graph, torch.transpose, out, 1, 2)

@@ -15,6 +15,7 @@ from kvpass.runtime import directory
 from kvpass.runtime.columns import NO_BLOCK, Columns
 from kvpass.runtime.geometry import BlockGeometry
 from kvpass.runtime.pool import Slot
+from kvpass.runtime.readahead import ReadAhead
 from kvpass.runtime.service import Service
 from kvpass.runtime.table import MAX_LAYERS, RowTables
 from kvpass.sizes import format_size
@@ -161,6 +162,10 @@ class Batch:
         ids: int32 ``[L, B, blocks]``, the block that each table word names, or ``NO_BLOCK``.
         window: decode steps of the window that runs.
         observer: called with the batch and the tokens appended after each step, or None.
+        ahead: how far ahead cold blocks are asked for, or None.
+        cold: ``[L][B]`` indices of blocks without a hot copy as the step began; None: there are
+            none, or nobody asks.
+        first_read: of each layer, the first block that its last decode step read.
     """
 
     def __init__(
@@ -192,6 +197,9 @@ class Batch:
         self.window = 1
         self.steps_in_window = 0
         self.steps_read = 0
+        self.ahead: ReadAhead | None = None
+        self.cold: list[list[list[int]]] | None = None
+        self.first_read = [0] * layers
         self.released = False
         self._device_lengths: list[int | None] = [None] * layers
         self._staging: list[tuple[torch.Tensor, Any]] = []
@@ -213,6 +221,19 @@ class Batch:
             self.release_rows()
             raise
         directory.enlist(self)
+
+    def retain(self, values: Sequence[float]) -> None:
+        """State how much longer the blocks of each layer stay hot; 1 is twice the accesses.
+
+        Raises:
+            ShapeError: not one value a layer.
+        """
+        if len(values) != self.layers:
+            raise ShapeError(f"{len(values)} retentions of {self.layers} layers: give one a layer")
+        self._retention = tuple(values)
+        for sequences, retention in zip(self.blocks, self._retention, strict=True):
+            for block in (block for row in sequences for block in row):
+                block.columns.retention[block.id] = retention
 
     def define(self, layer: int, geometry: BlockGeometry) -> None:
         """State the block layout of a layer, on its first use.
@@ -292,6 +313,8 @@ class Batch:
         """Bring the device's tables up to date, in order of the current stream."""
         if self.dirty and self.device.type == "cuda":
             self._upload_words()
+        if self.dirty and self.ahead is not None:
+            self.cold = self._find_cold()
         self.dirty = False
         if len(set(self.lengths)) == 1:
             if any(n != self.lengths[0] for n in self._device_lengths):
@@ -301,6 +324,13 @@ class Batch:
                 if self._device_lengths[layer] != length:
                     self.tables.length.index_fill_(0, self._row_index[layer], length)
         self._device_lengths = list(self.lengths)
+
+    def _find_cold(self) -> list[list[list[int]]] | None:
+        cold = [
+            [[i for i, block in enumerate(row) if block.hot is None] for row in rows]
+            for rows in self.blocks
+        ]
+        return cold if any(indices for rows in cold for indices in rows) else None
 
     def _upload_words(self) -> None:
         stream = torch.cuda.current_stream(self.device)
@@ -388,13 +418,6 @@ class Batch:
         A block that several batches share follows the one that set it last.
         """
         return self._retention
-
-    @retention.setter
-    def retention(self, layers: Sequence[float]) -> None:
-        self._retention = tuple(layers)
-        for sequences, retention in zip(self.blocks, self._retention, strict=True):
-            for block in (block for row in sequences for block in row):
-                block.columns.retention[block.id] = retention
 
     @property
     def fill(self) -> float:

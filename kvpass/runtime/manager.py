@@ -25,6 +25,7 @@ import torch
 
 from kvpass import cpu_ops
 from kvpass.config import Config, FairnessConfig
+from kvpass.config.families import DEFAULT
 from kvpass.errors import CacheStateError, CapacityError, ConfigError, ShapeError
 from kvpass.runtime import observe, pressure, roster
 from kvpass.runtime.batch import Batch, Block
@@ -40,6 +41,7 @@ from kvpass.runtime.resize import Resizer
 from kvpass.runtime.table import normalize, tables_for
 from kvpass.runtime.tiers import Tier, Tiers, check_hot
 from kvpass.sizes import format_size, parse_size
+from kvpass.tuning import tune
 from kvpass.warn import warn_user
 
 
@@ -101,7 +103,12 @@ class Manager:
     # ---------------------------------------------------------------- batches
 
     def new_batch(
-        self, size: int, layers: int, tokens: int, fairness: FairnessConfig | None = None
+        self,
+        size: int,
+        layers: int,
+        tokens: int,
+        family: str | None = DEFAULT,
+        fairness: FairnessConfig | None = None,
     ) -> Batch:
         """Make room in the tables for ``size`` new, empty sequences.
 
@@ -109,10 +116,12 @@ class Manager:
             size: sequences.
             layers: layers that keep keys and values.
             tokens: capacity to plan for; tables grow when more are appended.
+            family: of the model, whose options hold; None: the caller sees to them.
             fairness: what the sequences are promised; None: as configured.
 
         Raises:
             OutOfMemoryError: the tables have no rows left.
+            ConfigError: an option of the family does not fit this many layers.
         """
         with self._lock:
             self._bury()
@@ -120,6 +129,12 @@ class Manager:
                 self.tables, size, layers, self.config.memory.block_size, tokens,
                 fairness or self.config.fairness,
             )  # fmt: skip
+            if family is not None:
+                try:
+                    tune(batch, self.config, family)
+                except ConfigError:
+                    batch.release_rows()
+                    raise
             self._batches.append(batch)
             return batch
 
@@ -339,9 +354,12 @@ class Manager:
             if length is not None and length < 0:
                 raise CapacityError(f"fork of {length} tokens: keep 0 or more")
             lengths = [n if length is None else min(length, n) for n in batch.lengths]
-            new = self.new_batch(len(sequences), batch.layers, max(lengths), batch.service.options)
+            new = self.new_batch(
+                len(sequences), batch.layers, max(lengths), None, batch.service.options
+            )
             new.geometries = list(batch.geometries)
-            new.retention = batch.retention
+            new.retain(batch.retention)
+            new.ahead = batch.ahead
             for layer in range(batch.layers):
                 for target, source in enumerate(sequences):
                     for block in batch.blocks[layer][source][

@@ -122,7 +122,7 @@ class BufferGroup(FunctionalGroup):
         size = sizes.of(self.sites[0].shape.batch)
         uses = [site.buffer for site in self.sites if site.buffer is not None]
         tokens = max(max(before) + sizes.of(self.sites[0].shape.tokens), sizes.of(uses[0].capacity))
-        batch = manager.new_batch(size, len(self.sites), tokens)
+        batch = manager.new_batch(size, len(self.sites), tokens, self.family)
         self._warn_of_small_hot(manager, size, config)
         lease = Lease(manager, batch)
         for layer, site in enumerate(self.sites):

@@ -41,8 +41,9 @@ def geometry_of(shape: LayerShape, block_size: int) -> BlockGeometry:
 class FunctionalGroup:
     """The sites whose cache goes through the graph's inputs and outputs."""
 
-    def __init__(self, sites: list[FunctionalSite]) -> None:
+    def __init__(self, sites: list[FunctionalSite], family: str) -> None:
         self.sites = sites
+        self.family = family
         self.reads = sites[0].shape.tokens == 0 and not sites[0].out_k
         self._copy: tuple[tuple[weakref.ref[Content], ...], Lease] | None = None
 
@@ -158,7 +159,9 @@ class FunctionalGroup:
         size = sizes.of(self.sites[0].shape.batch)
         longest = max((pair[0].shape[2] for pair in past if pair is not None), default=0)
         tokens = longest + sizes.of(self.sites[0].shape.tokens)
-        batch = manager.new_batch(size, len(self.sites), tokens + config.memory.block_size)
+        batch = manager.new_batch(
+            size, len(self.sites), tokens + config.memory.block_size, self.family
+        )
         self._warn_of_small_hot(manager, size, config)
         lease = Lease(manager, batch)
         for layer, pair in enumerate(past):

@@ -54,7 +54,7 @@ class RewrittenGraph:
         self._plain_calls = 0
         self._warned = False
         self._functional = [
-            BufferGroup(sites) if sites[0].buffer is not None else FunctionalGroup(sites)
+            (BufferGroup if sites[0].buffer is not None else FunctionalGroup)(sites, plan.family)
             for sites in plan.functional
         ]
 

@@ -219,10 +219,10 @@ def test_blocks_of_a_step_elsewhere_stay_where_they_are():
 def test_retention_of_a_layer_reaches_old_and_new_blocks():
     driver = Driver(heads=1, layers=2)
     driver.append(BLOCK)
-    driver.batch.retention = [1.5, -2.0]
+    driver.batch.retain([1.5, -2.0])
     driver.append(BLOCK)
     for layer, retention in enumerate((1.5, -2.0)):
         ids = driver.batch.ids[layer, 0, :2]
         assert driver.manager.columns.retention[ids].tolist() == [retention] * 2
     with pytest.raises(ValueError):
-        driver.batch.retention = [1.0]
+        driver.batch.retain([1.0])

@@ -193,7 +193,7 @@ def test_layers_of_higher_retention_stay_longer():
     for retention in ([3.0, -3.0], [-3.0, 3.0]):
         torch.manual_seed(0)
         driver = Driver(hot=14 * size, resident_tokens=0, resident_ratio=0, heat_interval=8)
-        driver.batch.retention = list(retention)
+        driver.batch.retain(list(retention))
         driver.append(9 * BLOCK + 3)
         driver.manager.settle()
         for _ in range(40):

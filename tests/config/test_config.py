@@ -193,7 +193,7 @@ def test_cold_dir_without_write_permission(tmp_path: Path, monkeypatch: Any) -> 
     def refuse(**_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("kvpass.config.tempfile.TemporaryFile", refuse)
+    monkeypatch.setattr("kvpass.config.values.tempfile.TemporaryFile", refuse)
     with pytest.raises(ConfigError, match=f"in {tmp_path} .Permission denied.; make it writable"):
         Config(cold_dir=tmp_path)
 

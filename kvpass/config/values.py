@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Types of option values: how each is written, and what it is turned into."""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, PlainValidator
+
+from kvpass.config.expressions import Expression
+from kvpass.errors import ConfigError
+from kvpass.sizes import format_size, parse_size
+
+MIN_PAGE = 64 << 10
+
+_TRUE = frozenset({"true", "1", "yes", "on"})
+_FALSE = frozenset({"false", "0", "no", "off", ""})
+_TILE = re.compile(r"\[?\s*(\d+)\s*,\s*(\d+)\s*\]?", re.ASCII)
+
+
+def _boolean(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int) and value in (0, 1):
+        return bool(value)
+    if isinstance(value, str):
+        word = value.strip().lower()
+        if word in _TRUE or word in _FALSE:
+            return word in _TRUE
+    raise ValueError("write true or false (also 1/0, yes/no, on/off)")
+
+
+def _integer(value: object) -> int:
+    message = "write a whole number"
+    if isinstance(value, bool):
+        raise ValueError(message)
+    try:
+        return int(value) if isinstance(value, str) else operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ValueError(message) from None
+
+
+def _number(value: object) -> float:
+    message = "write a finite number"
+    if isinstance(value, bool):
+        raise ValueError(message)
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(message) from None
+    if not math.isfinite(number):
+        raise ValueError(message)
+    return number
+
+
+def _size_or_auto(value: object) -> int | str:
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return "auto"
+    try:
+        return parse_size(value)
+    except ConfigError as error:
+        raise ValueError(f"{error}, or 'auto'") from None
+
+
+def _page(value: object) -> int:
+    size = parse_size(value)
+    if size < MIN_PAGE:
+        raise ValueError(f"write at least {format_size(MIN_PAGE)}, for example '2MiB'")
+    return size
+
+
+def _writable_directory(value: object) -> Path | None:
+    if value is None:
+        return None
+    if not isinstance(value, str | os.PathLike) or not str(value).strip():
+        raise ValueError("write the path of an existing directory")
+    path = Path(value).expanduser().absolute()
+    if not path.exists():
+        raise ValueError(f"the directory {path} does not exist; create it (mkdir -p {path})")
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a directory; name the directory for cold-tier files")
+    try:
+        # Permission bits say nothing on read-only mounts or for root, so a file is really made.
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"no file can be made in {path} ({error.strerror}); make it writable or name another"
+        ) from None
+    return path
+
+
+def _multiple_of_32(value: int) -> int:
+    if not 32 <= value <= 4096 or value % 32:
+        raise ValueError("write a multiple of 32 (tokens of a page) between 32 and 4096")
+    return value
+
+
+def _word(value: object) -> object:
+    return value.strip().lower() if isinstance(value, str) else value
+
+
+def _tile(value: object) -> tuple[int, int] | str | None:
+    message = "write two whole numbers, at least 16 queries and 32 keys, as [64, 64], or auto"
+    if value is None:
+        return None
+    if isinstance(value, str):
+        if value.strip().lower() == "auto":
+            return "auto"
+        match = _TILE.fullmatch(value.strip())
+        if match is None:
+            raise ValueError(message)
+        value = match.groups()
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError(message)
+    rows, columns = map(_integer, value)
+    if rows < 16 or columns < 32:
+        raise ValueError(message)
+    return rows, columns
+
+
+def _distance(value: object) -> int | None:
+    if value is None:
+        return None
+    distance = _integer(value)
+    if distance < 0:
+        raise ValueError("write at least 0")
+    return distance
+
+
+def _expression(value: object) -> Expression | None:
+    if value is None or isinstance(value, Expression):
+        return value
+    # YAML reads `retention_priority: 0.5` as a number.
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = repr(value)
+    return Expression.parse(value)  # type: ignore[arg-type]
+
+
+Boolean = Annotated[bool, BeforeValidator(_boolean)]
+Integer = Annotated[int, BeforeValidator(_integer)]
+Number = Annotated[float, BeforeValidator(_number)]
+BlockSize = Annotated[int, BeforeValidator(lambda value: _multiple_of_32(_integer(value)))]
+SizeOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_size_or_auto)]
+PageSize = Annotated[int, BeforeValidator(_page)]
+Directory = Annotated[Path | None, BeforeValidator(_writable_directory)]
+Inner = Annotated[Literal["auto", "inductor", "aot_eager", "eager"], BeforeValidator(_word)]
+Tile = Annotated[tuple[int, int] | Literal["auto"] | None, PlainValidator(_tile)]
+Distance = Annotated[int | None, PlainValidator(_distance)]
+ExpressionOrNone = Annotated[Expression | None, PlainValidator(_expression)]
