@@ -16,9 +16,12 @@ from kvpass.config.model import (
     OPTIONS,
     AttentionConfig,
     Config,
+    FairnessConfig,
     MemoryConfig,
+    option_names,
 )
 from kvpass.config.sources import ENV_OTHER, ENV_PREFIX, Written
+from kvpass.config.values import Duration
 
 __all__ = [
     "ENV_OTHER",
@@ -27,9 +30,12 @@ __all__ = [
     "OPTIONS",
     "AttentionConfig",
     "Config",
+    "Duration",
     "Expression",
+    "FairnessConfig",
     "FamilyConfig",
     "MemoryConfig",
     "ResolvedFamily",
     "Written",
+    "option_names",
 ]

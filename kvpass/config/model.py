@@ -23,6 +23,7 @@ from kvpass.config.values import (
     BlockSize,
     Boolean,
     Directory,
+    DurationOrNone,
     Inner,
     Integer,
     Number,
@@ -96,6 +97,27 @@ class AttentionConfig(BaseModel):
     )
 
 
+class FairnessConfig(BaseModel):
+    """Options of the shares that sequences have of hot blocks and of the link."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    qos: Number = Field(
+        0.5, ge=0, le=1, description="Service quality of a cache's sequences, 0 to 1."
+    )
+    latency_weight: Number = Field(
+        0.7, ge=0, le=1, description="Weight of service quality over latency in a share."
+    )
+    token_weight: Number = Field(
+        0.3, ge=0, le=1, description="Weight of tokens over the blocks held in a share."
+    )
+    latency_target: DurationOrNone = Field(
+        None,
+        description="Time of a decode step that a cache's sequences are to reach, as '20ms'; unset "
+        "leaves their service quality at qos.",
+    )
+
+
 class Config(BaseModel):
     """Every option of kvpass.
 
@@ -104,15 +126,16 @@ class Config(BaseModel):
     wherever these were written.
 
     Raises:
-        ConfigError: an option is unknown (the nearest name is given), given twice, or its
-            value does not fit; the message names the option as it was written, the value and what
-            to write instead.
+        ConfigError: an option is unknown (the nearest name is given), given twice, contradicts
+            another, or its value does not fit; the message names the option as it was written, the
+            value and what to write instead.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
     attention: AttentionConfig = Field(default_factory=AttentionConfig)
+    fairness: FairnessConfig = Field(default_factory=FairnessConfig)
     optimizations: tuple[tuple[str, FamilyConfig], ...] = Field(
         (), description="Options by model family, sorted by its name."
     )
@@ -140,6 +163,7 @@ class Config(BaseModel):
         except ValidationError as error:
             raise ConfigError("; ".join(_explain(error, given, names))) from None
         self._written.update(given)
+        _check_relations(self, given)
 
     @classmethod
     def load(
@@ -230,6 +254,7 @@ class Config(BaseModel):
 GROUPS: dict[str, type[BaseModel]] = {
     "memory": MemoryConfig,
     "attention": AttentionConfig,
+    "fairness": FairnessConfig,
 }
 OPTIONS: tuple[str, ...] = (
     *(f"{group}.{name}" for group, model in GROUPS.items() for name in model.model_fields),
@@ -238,9 +263,37 @@ OPTIONS: tuple[str, ...] = (
 NAMES = Names(GROUPS, OPTIONS)
 
 
+def option_names(options: Mapping[str, Any]) -> set[str]:
+    """Full names, ``{"memory.hot"}``, of options that are given, whichever way they are written.
+
+    Raises:
+        ConfigError: one is unknown or given twice.
+    """
+    return set(_given(options, ""))
+
+
 def _given(overrides: Mapping[str, Any], origin: str) -> dict[str, Written]:
     flat = NAMES.flatten(overrides, origin)
     return {option: written for option, written in flat.items() if written.value is not None}
+
+
+def _check_relations(config: Config, given: Mapping[str, Written]) -> None:
+    """Refuse options that contradict each other.
+
+    Raises:
+        ConfigError: they do; both are named as they were written.
+    """
+
+    def shown(option: str) -> str:
+        written = given.get(option)
+        return str(written) if written else f"{option} = {config.flat()[option]!r} (the default)"
+
+    fairness = config.fairness
+    if fairness.latency_weight + fairness.token_weight == 0:
+        raise ConfigError(
+            f"{shown('fairness.latency_weight')} and {shown('fairness.token_weight')}: with both "
+            "weights 0 no sequence has a share; make one of them positive"
+        )
 
 
 def _explain(

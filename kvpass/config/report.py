@@ -10,6 +10,7 @@ from typing import Any
 from kvpass.config.families import DEFAULT, FamilyConfig, describe_tile, rounded
 from kvpass.config.model import GROUPS, Config
 from kvpass.config.sources import FAMILIES
+from kvpass.config.values import Duration
 from kvpass.sizes import format_size
 
 HEAD_SIZES = (64, 128, 256)
@@ -23,7 +24,7 @@ class OptionRow:
 
     Attributes:
         option: full name.
-        value: in force, as plain data: bytes, a list of two for a tile; ``auto`` where
+        value: in force, as plain data: bytes, seconds, a list of two for a tile; ``auto`` where
             it cannot be resolved here.
         text: the value in words.
         source: ``default``, ``kvpass.yaml:3``, ``variable KVPASS_HOT``, ``keyword argument``.
@@ -97,4 +98,6 @@ def _tile(tile: tuple[int, int]) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return list(value)
+    if isinstance(value, Duration):
+        return float(value)
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)

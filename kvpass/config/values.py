@@ -21,7 +21,22 @@ MIN_PAGE = 64 << 10
 
 _TRUE = frozenset({"true", "1", "yes", "on"})
 _FALSE = frozenset({"false", "0", "no", "off", ""})
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)", re.ASCII)
 _TILE = re.compile(r"\[?\s*(\d+)\s*,\s*(\d+)\s*\]?", re.ASCII)
+
+
+class Duration(float):
+    """Seconds; prints as it would be written, ``20ms``."""
+
+    def __str__(self) -> str:
+        """The duration in the largest unit that leaves at least one of it."""
+        unit = next((unit for unit in ("s", "ms") if self >= _SECONDS[unit]), "us")
+        return f"{float(self) / _SECONDS[unit]:.6g}{unit}"
+
+    def __repr__(self) -> str:
+        """As it is written in a configuration."""
+        return repr(str(self))
 
 
 def _boolean(value: object) -> bool:
@@ -106,6 +121,27 @@ def _word(value: object) -> object:
     return value.strip().lower() if isinstance(value, str) else value
 
 
+def _duration(value: object) -> Duration | None:
+    if value is None or isinstance(value, Duration):
+        return value
+    match = _DURATION.fullmatch(value.strip().lower()) if isinstance(value, str) else None
+    if match is None or match[2] not in _SECONDS:
+        why = "the unit is missing; " if _is_number(value) else ""
+        raise ValueError(f"{why}write a duration as '20ms', '0.1s' or '150us'")
+    seconds = float(match[1]) * _SECONDS[match[2]]
+    if not 1e-6 <= seconds <= 3600:
+        raise ValueError("write a duration between 1us and 3600s")
+    return Duration(seconds)
+
+
+def _is_number(value: object) -> bool:
+    try:
+        _number(value)
+    except ValueError:
+        return False
+    return True
+
+
 def _tile(value: object) -> tuple[int, int] | str | None:
     message = "write two whole numbers, at least 16 queries and 32 keys, as [64, 64], or auto"
     if value is None:
@@ -151,6 +187,7 @@ SizeOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_size_or_auto)]
 PageSize = Annotated[int, BeforeValidator(_page)]
 Directory = Annotated[Path | None, BeforeValidator(_writable_directory)]
 Inner = Annotated[Literal["auto", "inductor", "aot_eager", "eager"], BeforeValidator(_word)]
+DurationOrNone = Annotated[Duration | None, PlainValidator(_duration)]
 Tile = Annotated[tuple[int, int] | Literal["auto"] | None, PlainValidator(_tile)]
 Distance = Annotated[int | None, PlainValidator(_distance)]
 ExpressionOrNone = Annotated[Expression | None, PlainValidator(_expression)]

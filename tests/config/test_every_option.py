@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +20,7 @@ HERE = "tests/config/test_every_option.py"
 MANAGER = "tests/runtime/test_manager.py"
 RESIZE = "tests/runtime/test_resize.py"
 POLICY = "tests/runtime/test_policy.py"
+SHARES = "tests/runtime/test_shares.py"
 AHEAD = "tests/runtime/test_readahead.py"
 
 SHOWN_BY = {
@@ -38,6 +38,10 @@ SHOWN_BY = {
     "memory.poison": (MANAGER, "poison_shows_no_stale_read"),
     "attention.prefetch": (AHEAD, "prefetch_distance_and_lookahead_say_what_is_asked_for"),
     "attention.lookahead": (AHEAD, "prefetch_distance_and_lookahead_say_what_is_asked_for"),
+    "fairness.qos": ("tests/runtime/test_hot_shares.py", "shares_follow_weights_within_a_tenth"),
+    "fairness.latency_target": (SHARES, "a_target_that_is_missed_raises_the_weight_until_it_is_met"),
+    "fairness.latency_weight": (SHARES, "the_weight_of_the_description"),
+    "fairness.token_weight": (SHARES, "the_weight_of_the_description"),
     "inner": ("tests/test_backend.py", "inner_compilers_agree"),
     "optimizations.<family>.block_size": (
         "tests/test_family_tiles.py", "a_tile_bounds_what_is_scored_at_once"
@@ -49,7 +53,6 @@ SHOWN_BY = {
         "tests/test_tuning.py", "batches_have_what_their_family_says"
     ),
 }  # fmt: skip
-UNOBEYED = ("memory.resident_ratio", "memory.hot_zone_ratio")
 
 
 def test_every_option_is_here() -> None:
@@ -57,13 +60,7 @@ def test_every_option_is_here() -> None:
     assert sorted(SHOWN_BY) == sorted([*OPTIONS, *families])
 
 
-def options() -> Iterator[Any]:
-    for option in SHOWN_BY:
-        unobeyed = pytest.mark.xfail(reason="no policy obeys it yet", strict=True)
-        yield pytest.param(option, marks=unobeyed if option in UNOBEYED else ())
-
-
-@pytest.mark.parametrize("option", list(options()))
+@pytest.mark.parametrize("option", SHOWN_BY)
 def test_the_named_test_exists(option: str) -> None:
     path, name = SHOWN_BY[option]
     text = (ROOT / path).read_text(encoding="utf-8")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files, variables, and where each value came from (case B73)."""
+"""Files, variables, relations between options, and where each value came from (case B73)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvpass import backends
 from kvpass.cli import main
-from kvpass.config import OPTIONS, Config, Written
+from kvpass.config import OPTIONS, Config, Duration, Written
 from kvpass.config.report import report
 from kvpass.errors import ConfigError
 
@@ -134,18 +136,42 @@ def test_options_of_the_backend_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"latency_weight": 0, "token_weight": 0}, "latency_weight = 0 and token_weight = 0"),
         ({"page_size": "63KiB"}, "page_size = '63KiB': write at least 64 KiB"),
         ({"page_size": 0}, "page_size = 0: size 0"),
         ({"page_size": "auto"}, "page_size = 'auto': size 'auto'"),
         ({"hot_zone_ratio": 1}, "hot_zone_ratio = 1: write less than 1"),
         ({"lookahead": 0}, "lookahead = 0: write at least 1"),
+        ({"latency_target": 20}, "latency_target = 20: the unit is missing"),
+        ({"latency_target": "20"}, "latency_target = '20': the unit is missing"),
+        ({"latency_target": "0ms"}, "between 1us and 3600s"),
+        ({"latency_target": "-5ms"}, "write a duration as"),
+        ({"latency_target": "nan"}, "write a duration as"),
+        ({"latency_target": "2h"}, "write a duration as"),
+        ({"latency_target": True}, "write a duration as"),
     ],
 )
-def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
+def test_options_that_contradict_or_do_not_fit(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Config(**options)
     with pytest.raises(ConfigError, match=message):
         Config().merge(**options)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("20ms", 0.02), ("0.1s", 0.1), ("150us", 150e-6), (" 3 S", 3.0)]
+)
+def test_durations(text: str, seconds: float) -> None:
+    target = Config(latency_target=text).fairness.latency_target
+    assert target == pytest.approx(seconds)
+    assert Config().fairness.latency_target is None
+
+
+@given(st.floats(1e-6, 3600))
+def test_a_duration_survives_its_own_text(seconds: float) -> None:
+    config = Config(latency_target=Duration(seconds))
+    again = Config(latency_target=str(config.fairness.latency_target))
+    assert again.fairness.latency_target == pytest.approx(seconds, rel=1e-5)
 
 
 def test_every_option_of_the_readme_is_one_with_that_default() -> None:
@@ -196,6 +222,7 @@ def test_the_command_shows_value_source_and_meaning(
     code, out, _ = run(capsys, "--config", str(path), "--show")
     assert code == 0
     assert re.search(r"memory.poison +│ false +│ default +│ Fill freed", out), out
+    assert re.search(r"fairness.qos +│ 0.5 +│ default +│ Service quality", out), out
     assert "layer_depth * 0.8" in out
 
 

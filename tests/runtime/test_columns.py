@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpass.config import Config
-from kvpass.errors import OutOfMemoryError
+from kvpass.errors import OutOfMemoryError, ShapeError
 from kvpass.runtime import policy
 from kvpass.runtime.batch import Batch, Block
 from kvpass.runtime.columns import COLUMNS, NO_BLOCK, Columns
@@ -224,5 +224,5 @@ def test_retention_of_a_layer_reaches_old_and_new_blocks():
     for layer, retention in enumerate((1.5, -2.0)):
         ids = driver.batch.ids[layer, 0, :2]
         assert driver.manager.columns.retention[ids].tolist() == [retention] * 2
-    with pytest.raises(ValueError):
+    with pytest.raises(ShapeError, match="1 retentions of 2 layers"):
         driver.batch.retain([1.0])

@@ -263,7 +263,9 @@ def test_a_plan_moves_no_block_twice_and_none_that_may_not(
     assert len(set(came)) == len(came)
     assert hot[left].all()
     assert not hot[came].any()
-    assert (blocks.over_share[left][blocks.resident[left]] > 0).all(), "residents within a share stay"
+    assert (blocks.over_share[left][blocks.resident[left]] > 0).all(), (
+        "residents within a share stay"
+    )
     assert blocks.movable[left + came].all()
     assert len(plan.demoted) <= max(over, 0)
     assert (blocks.frequency[plan.demoted] < 2.0).all()
