@@ -39,7 +39,7 @@ SHOWN_BY = {
     "attention.prefetch": (AHEAD, "prefetch_distance_and_lookahead_say_what_is_asked_for"),
     "attention.lookahead": (AHEAD, "prefetch_distance_and_lookahead_say_what_is_asked_for"),
     "fairness.qos": ("tests/runtime/test_hot_shares.py", "shares_follow_weights_within_a_tenth"),
-    "fairness.latency_target": (SHARES, "a_target_that_is_missed_raises_the_weight_until_it_is_met"),
+    "fairness.latency_target": (SHARES, "a_missed_target_raises_the_weight_until_it_is_met"),
     "fairness.latency_weight": (SHARES, "the_weight_of_the_description"),
     "fairness.token_weight": (SHARES, "the_weight_of_the_description"),
     "inner": ("tests/test_backend.py", "inner_compilers_agree"),

@@ -98,7 +98,7 @@ def test_quality_of_service_follows_the_target(qos, latency):
         assert after <= max(qos, MIN_QOS)
 
 
-def test_a_target_that_is_missed_raises_the_weight_until_it_is_met():
+def test_a_missed_target_raises_the_weight_until_it_is_met():
     service = Service(FairnessConfig(latency_target="10ms"))
     now, step = 0.0, 0.018
     before = service.weight
