@@ -71,7 +71,7 @@ class Sequence:
         self.manager = manager
         self.tokens = tokens
         self.layers = range(LAYERS)
-        self.batch = manager.new_batch(1, LAYERS, tokens + 4096, FairnessConfig(qos=qos))
+        self.batch = manager.new_batch(1, LAYERS, tokens + 4096, fairness=FairnessConfig(qos=qos))
         for layer in self.layers:
             self.batch.define(layer, GEOMETRY)
         self._replay: Callable[[], None] | None = None

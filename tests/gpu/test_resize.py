@@ -13,9 +13,9 @@ pytestmark = pytest.mark.gpu
 PAGE = 2 << 20
 
 
-def wide(**options: object) -> Driver:
+def wide(cold: str = "1GiB", **options: object) -> Driver:
     """32 tokens of 8 heads of 128 in float32: slots of 256 KiB."""
-    return Driver(device="cuda", heads=2, width=128, cold="1GiB", **options)
+    return Driver(device="cuda", heads=2, width=128, cold=cold, **options)
 
 
 @pytest.mark.parametrize("poison", [False, True])
@@ -39,7 +39,7 @@ def test_sizes_change_between_steps_and_no_byte_is_lost(poison):
 def test_other_code_that_runs_out_of_memory_gets_slabs_back():
     torch.cuda.empty_cache()
     size = 2 << 30
-    driver = wide(hot=size, size=8)
+    driver = wide(cold="3GiB", hot=size, size=8)
     while driver.manager.tiers.hot.taken < int(0.7 * size):
         driver.append(16 * BLOCK)
     driver.manager.settle()
