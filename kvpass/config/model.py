@@ -68,7 +68,8 @@ class MemoryConfig(BaseModel):
         64, ge=1, description="Decode steps between two readings of the heat counters, a window."
     )
     page_size: PageSize = Field(
-        2 << 20, description="Slab by which the hot arena grows and shrinks, 64 KiB or more."
+        2 << 20,
+        description="Slab by which the hot arena grows and shrinks, at least; 4 KiB or more.",
     )
     resident_ratio: Number = Field(
         0.2, ge=0, le=1, description="Share of a sequence that stays in the hot arena."

@@ -17,7 +17,7 @@ from kvpass.config.expressions import Expression
 from kvpass.errors import ConfigError
 from kvpass.sizes import format_size, parse_size
 
-MIN_PAGE = 64 << 10
+MIN_PAGE = 4 << 10
 
 _TRUE = frozenset({"true", "1", "yes", "on"})
 _FALSE = frozenset({"false", "0", "no", "off", ""})

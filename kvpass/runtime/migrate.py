@@ -15,12 +15,14 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 
 from kvpass.runtime.capture import ignore_captures
+from kvpass.runtime.exits import stop_at_exit
 from kvpass.runtime.pool import Slot
 from kvpass.runtime.queueing import FairQueue
 
@@ -66,6 +68,25 @@ class _Waiters:
 _waiters = _Waiters()
 
 
+class Timing:
+    """How long a piece took on its stream, told when first asked for.
+
+    Args:
+        begin, end: CUDA events around it.
+        moves: of the piece.
+    """
+
+    def __init__(self, begin: Any, end: Any, moves: int) -> None:
+        self._events = begin, end
+        self._moves = moves
+
+    @cached_property
+    def seconds(self) -> float:
+        """Seconds for each of its moves."""
+        begin, end = self._events
+        return float(begin.elapsed_time(end)) / 1e3 / self._moves
+
+
 class Move:
     """One copy of a block from ``source`` to ``target``.
 
@@ -103,7 +124,7 @@ class Move:
         self._cancelled = False
         self.error: BaseException | None = None
         self._seconds = 0.0
-        self.timing: Any = None  # CUDA events around its piece, and the moves of the piece
+        self.timing: Timing | None = None
         self.event: Any = None
         self._launched = False
 
@@ -117,8 +138,7 @@ class Move:
         """How long the copy took once it is done, without its wait: its part of a piece."""
         if self.timing is None:
             return self._seconds
-        begin, end, moves = self.timing
-        return float(begin.elapsed_time(end)) / 1e3 / moves
+        return self.timing.seconds
 
     @property
     def launched(self) -> bool:
@@ -154,7 +174,11 @@ class Move:
     @property
     def ready(self) -> bool:
         """Nothing that the copy has to wait for is still running."""
-        return all(e.query() for e in (*self.after, *self.source.fences, *self.target.fences))
+        if self.after:
+            self.after = [event for event in self.after if not event.query()]
+        return not self.after and all(
+            event.query() for event in (*self.source.fences, *self.target.fences)
+        )
 
     def finish(self, event: Any = None, error: BaseException | None = None) -> None:
         """Called by the engine: the copy is launched (``event`` follows it), done, or failed."""
@@ -210,6 +234,7 @@ class ThreadCopier:
                 thread.start()
             except RuntimeError:  # the process may have no more threads; tried again later
                 return False
+            stop_at_exit(thread, self._consumer.stop)
             self._thread = thread
         self._submitted += 1
         self._consumer.inbox.put(move)
@@ -244,6 +269,12 @@ class Consumer:
         self._turn: Kind = "load"
         self._piece: list[Move] = []
         self._ended = False
+        self._stopped = False
+
+    def stop(self) -> None:
+        """End after the piece in hand, whatever waits. From any thread."""
+        self._stopped = True
+        self.inbox.put(None)
 
     def work(self) -> None:
         """Copy until the end marker, then what is left."""
@@ -258,6 +289,8 @@ class Consumer:
     def _serve(self) -> bool:
         """Receive, then copy one piece; False at the end."""
         self._receive()
+        if self._stopped:
+            return False
         self._piece = self._next_piece()
         if self._piece:
             self._copy(self._piece)
@@ -420,9 +453,10 @@ class Lane:
             for move in piece:
                 move.finish(error=error)
             return False
+        timing = Timing(begin, end, len(piece))
         for move in piece:
             move.target.fences = [end]
-            move.timing = begin, end, len(piece)
+            move.timing = timing
             move.finish(end)
         self._launched.append((piece, end))
         return True

@@ -150,10 +150,14 @@ class Mover:
     def collect(self) -> None:
         """Account for copies that are done; publish what they moved."""
         moves, self._moves = deque(self._moves), []
+        passed: dict[int, bool] = {}  # a piece has one event for all its moves
         try:
             while moves:
                 move = moves.popleft()
-                if in_step(move.block) or not move.done():
+                key = id(move.event)
+                if move.event is None or key not in passed:
+                    passed[key] = move.done()
+                if not passed[key] or in_step(move.block):
                     self._moves.append(move)
                 else:
                     self._account(move)

@@ -19,7 +19,13 @@ MAX_WASTE = 0.05
 """Share of a slab that may be left over by slots that do not divide it."""
 
 MAX_PAGES = 16
-"""Pages in a slab at most, unless one slot needs more."""
+"""Pages in the first slabs at most, unless one slot needs more."""
+
+GROWTH = 8
+"""An arena grows by a part of this many of itself: slabs of a large one are large."""
+
+SPARE = 4
+"""Empty slabs are kept for the next blocks up to a part of this many of what is in use."""
 
 
 @dataclass
@@ -55,10 +61,14 @@ class Budget:
         """More is in use, or taken, than the capacity allows since it was lowered."""
         return self.used > self.capacity or self.taken > self.capacity
 
-    def reclaim(self) -> None:
-        """Give back emptied slabs, of whichever arena, that no stream uses any more."""
+    def reclaim(self, *, all_: bool = False) -> None:
+        """Give back emptied slabs, of whichever arena, that no stream uses any more.
+
+        Args:
+            all_: also those that are kept for the next blocks.
+        """
         for slab in list(self.emptied):
-            slab.arena.give_back(slab)
+            slab.arena.give_back(slab, all_=all_)
 
 
 class Slot:
@@ -140,6 +150,7 @@ class Arena:
         self.slot_bytes = slot_bytes
         self.slab_bytes = slab_bytes
         self.free_slots = 0
+        self.used_slots = 0
         self.slabs: dict[Slab, None] = {}  # in order of age
         self._open: dict[Slab, None] = {}  # those with a free slot
 
@@ -162,6 +173,7 @@ class Arena:
     def _take(self, slab: Slab) -> Slot:
         self.budget.used += self.slot_bytes
         self.free_slots -= 1
+        self.used_slots += 1
         slot = slab.free.pop()
         self.budget.emptied.pop(slab, None)
         if not slab.free:
@@ -178,6 +190,7 @@ class Arena:
         """Take a slot back; gives a slab back when it is empty and others have room."""
         slab = slot.slab
         bisect.insort(slab.free, slot)
+        self.used_slots -= 1
         if not slab.closed:
             self.free_slots += 1
             self._open[slab] = None
@@ -206,11 +219,19 @@ class Arena:
                 if slab.free:
                     self._open[slab] = None
 
-    def give_back(self, slab: Slab) -> None:
-        """Return the memory of an empty slab, unless it is the last room or a stream uses it."""
+    def give_back(self, slab: Slab, *, all_: bool = False) -> None:
+        """Return the memory of an empty slab, unless it is kept as room or a stream uses it.
+
+        Args:
+            slab: to give back.
+            all_: also if it is kept for the next blocks.
+        """
         assert slab.empty, "a slab with slots in use"
-        needed = len(self._open) < 2 and not slab.closed and not self.budget.excess
-        if needed or not all(event.query() for slot in slab.slots for event in slot.fences):
+        others = self.free_slots - len(slab.slots)
+        kept = others < max(1, self.used_slots // SPARE) and not (slab.closed or all_)
+        if kept and not self.budget.excess:
+            return
+        if not all(event.query() for slot in slab.slots for event in slot.fences):
             return
         del self.slabs[slab], self.budget.emptied[slab]
         if not slab.closed:
@@ -222,6 +243,9 @@ class Arena:
     def _grow(self) -> Slab | None:
         self.budget.reclaim()
         left = self.budget.capacity - self.budget.taken
+        if left < self.slot_bytes:
+            self.budget.reclaim(all_=True)
+            left = self.budget.capacity - self.budget.taken
         size, count = self._slab_size(left)
         if count < 1:
             return None
@@ -244,10 +268,9 @@ class Arena:
     def _slab_size(self, left: int) -> tuple[int, int]:
         """Bytes and slots of the next slab, of the ``left`` bytes that may be taken."""
         # A sixteenth of the tier at most, so that layers of other shapes find room too.
-        wanted = min(
-            slab_bytes(self.slab_bytes, self.slot_bytes),
-            max(self.slot_bytes, self.budget.capacity // 16),
-        )
+        first = slab_bytes(self.slab_bytes, self.slot_bytes)
+        grown = min(sum(slab.size for slab in self.slabs) // GROWTH, SLAB_BYTES) // first * first
+        wanted = min(max(first, grown), max(self.slot_bytes, self.budget.capacity // 16))
         count = min(left, wanted) // self.slot_bytes
         size = count * self.slot_bytes
         if count >= 1 and self.source.name.startswith("pinned"):

@@ -124,9 +124,10 @@ def test_the_first_tokens_stay_in_the_hot_arena(tokens: int, first: int) -> None
     assert all(block.hot is not None for block in cache.blocks[:first])
 
 
-@pytest.mark.parametrize("steps", [3, 5])
-def test_heat_interval_is_the_steps_of_a_window(steps: int) -> None:
-    cache = Cache(64, block_size=32, heat_interval=steps)
+@pytest.mark.parametrize(("interval", "steps"), [(3, 1 + 2 + 3), (5, 1 + 2 + 4 + 5)])
+def test_heat_interval_is_the_steps_of_a_window(interval: int, steps: int) -> None:
+    """The first window after a prompt is one step; each is twice as long as the one before."""
+    cache = Cache(64, block_size=32, heat_interval=interval)
     for step in range(1, steps + 1):
         assert all(block.frequency != block.frequency for block in cache.blocks), step
         cache.append(1)

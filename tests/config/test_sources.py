@@ -137,7 +137,7 @@ def test_options_of_the_backend_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     ("options", "message"),
     [
         ({"latency_weight": 0, "token_weight": 0}, "latency_weight = 0 and token_weight = 0"),
-        ({"page_size": "63KiB"}, "page_size = '63KiB': write at least 64 KiB"),
+        ({"page_size": "3KiB"}, "page_size = '3KiB': write at least 4 KiB"),
         ({"page_size": 0}, "page_size = 0: size 0"),
         ({"page_size": "auto"}, "page_size = 'auto': size 'auto'"),
         ({"hot_zone_ratio": 1}, "hot_zone_ratio = 1: write less than 1"),

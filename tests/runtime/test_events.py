@@ -161,7 +161,7 @@ def test_the_engine_goes_on_when_launches_fail(lane, fails):
     for move in moves:
         event = Event()
         event.passed = True
-        move.after.append(event)
+        move.source.fences.append(event)
     broken = lane(fails)
     consumer = _serve({"store": broken, "load": broken}, moves)
     assert consumer.finished == 10
