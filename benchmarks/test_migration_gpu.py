@@ -26,6 +26,7 @@ pytest.importorskip("triton")
 from benchmarks.decode_8b import GEOMETRY, LAYERS, Sequence, Weights
 from kvpass.runtime.batch import Batch, Block
 from kvpass.runtime.manager import Manager
+from kvpass.runtime.migrate import QUEUE_LIMIT
 from kvpass.runtime.mover import movable
 
 pytest_plugins = ["benchmarks.ratios"]
@@ -37,7 +38,7 @@ pytestmark = [
 TOKENS = 32768
 ROUNDS = 8
 AHEAD = 1  # steps the host launches ahead of the one that runs, as a loop that reads tokens does
-MOVES_A_STEP = 288  # of 1 MiB: 50 GB/s at 6 ms a step
+MOVES = {"hot": 288, "streaming": QUEUE_LIMIT}  # a step, of 1 MiB: 288 are 50 GB/s at 6 ms
 STEPS = {"hot": 64, "streaming": 12}
 # scenario -> (others migrate, quality of service of the running and the other sequence, target)
 SCENES: dict[str, dict[str, tuple[bool, float, float, float | None]]] = {
@@ -60,8 +61,8 @@ BURST_TOKENS = 2048
 class Flood:
     """Keeps the queue of copies full: promotes a sequence's blocks, and demotes what arrived."""
 
-    def __init__(self, manager: Manager, sequence: Sequence) -> None:
-        self.manager = manager
+    def __init__(self, sequence: Sequence, moves: int) -> None:
+        self.moves = moves
         self.cold: deque[Block] = deque(
             block for row in sequence.batch.blocks for block in row[0] if block.full
         )
@@ -79,7 +80,7 @@ class Flood:
                 self.cold.append(block)
             else:
                 self.hot.append(block)
-        for _ in range(min(len(self.cold), MOVES_A_STEP)):
+        for _ in range(min(len(self.cold), self.moves)):
             block = self.cold[0]
             if not movable(block) or not manager.mover.promote(block):
                 break
@@ -105,7 +106,7 @@ class Pair:
         self.manager.place(self.other.batch, lambda *_: False)
         self.manager.place(self.running.batch, lambda _, __, i: kind == "hot" or i % 2 == 0)
         self.running.capture(weights)
-        self.flood = Flood(self.manager, self.other)
+        self.flood = Flood(self.other, MOVES[kind])
         self.manager.before_step = self.flood.before_step
 
     def serve(self, qos: float, other: float) -> None:

@@ -32,8 +32,9 @@ QUEUE_LIMIT = 512
 PIECE_BYTES = 16 << 20
 """Neighbours are copied together up to this size: a larger one would hold up other caches."""
 
-LAUNCHED_BYTES = 32 << 20
-"""Bytes handed to a stream ahead of the link: it never runs dry, but they cannot be overtaken."""
+LAUNCHED_BYTES = 256 << 20
+"""Bytes handed to a stream ahead of the link, 5 ms of it: as long as the interpreter may keep the
+consumer waiting for its lock. They cannot be overtaken."""
 
 Kind = Literal["store", "load"]
 
