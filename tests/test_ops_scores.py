@@ -170,12 +170,12 @@ def test_blocks_outside_the_window_are_not_touched(window, tokens):
         taken = [(b, b.k, b.v) for b in (row if none else row[: (170 - window + 1) // BLOCK])]
         assert taken
         for block, _, _ in taken:
-            block.k = block.v = None  # a touch raises
+            block._views = None, None  # a touch raises
         out = torch.ops.kvpass.attend(
             q, k, v, token, rows, 0, BLOCK, 0.3, True, None, None, window=window
         )
         for block, keys, values in taken:
-            block.k, block.v = keys, values
+            block._views = keys, values
     dense = [torch.cat(pair, 2) for pair in zip(driver.dense[0], (k, v), strict=True)]
     close(out, plain_attention(q, *dense, window=window))
 
@@ -329,5 +329,5 @@ def test_existing_callers_stay_valid():
     defaults = [(a.name, a.default_value) for a in schema.arguments if a.has_default_value()]
     assert defaults == [
         ("softcap", 0.0), ("window", 0), ("sinks", None), ("kv_heads", 0), ("head_dim_v", 0),
-        ("chunk", 0),
+        ("chunk", 0), ("tile", None),
     ]  # fmt: skip

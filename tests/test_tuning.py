@@ -66,13 +66,13 @@ def test_batches_have_what_their_family_says() -> None:
         own = SimpleNamespace(num_hidden_layers=2)
         other = step(kvpass.TieredCache(own, 64, **FAMILIES, lookahead=1))
         off = step(kvpass.TieredCache(own, 64, prefetch=False))
-    assert llama.batch.retention == [0.0, 0.4]
+    assert llama.batch.retention == (0.0, 0.4)
     assert llama.batch.ahead == ReadAhead(3, 4)
-    assert other.batch.retention == [2.0, 1.0]
+    assert other.batch.retention == (2.0, 1.0)
     assert other.batch.ahead == ReadAhead(tuning.PREFETCH_DISTANCE, 1)
     assert off.batch.ahead == ReadAhead(tuning.PREFETCH_DISTANCE, 0)
     llama.select([0, 0])
-    assert llama.batch.retention == [0.0, 0.4], "a fork goes on as it was"
+    assert llama.batch.retention == (0.0, 0.4), "a fork goes on as it was"
     assert llama.batch.ahead == ReadAhead(3, 4)
 
 
@@ -82,7 +82,7 @@ def test_functional_caches_have_what_their_family_says(monkeypatch: pytest.Monke
 
     def note(batch: Any, config: Config, family: str) -> None:
         real(batch, config, family)
-        seen.append((family, batch.retention))
+        seen.append((family, list(batch.retention)))
 
     monkeypatch.setattr("kvpass.runtime.manager.tune", note)
     for name in ("llama", "gpt2"):
@@ -101,7 +101,7 @@ def test_functional_caches_have_what_their_family_says(monkeypatch: pytest.Monke
 def test_one_retention_a_layer() -> None:
     batch = Driver(layers=2).batch
     batch.retain([1, 2])
-    assert batch.retention == [1, 2]
+    assert batch.retention == (1, 2)
     with pytest.raises(ShapeError, match="3 retentions of 2 layers"):
         batch.retain([1, 2, 3])
 

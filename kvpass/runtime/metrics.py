@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvpass.runtime.migrate import Move
+    from kvpass.runtime.move import Move
 
 
 @dataclass

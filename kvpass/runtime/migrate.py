@@ -3,197 +3,35 @@
 
 Each direction of the link is shared between caches by weight (see ``queueing``). A copy never
 changes what a reader sees: the manager publishes the new address only after the copy is done,
-between two steps of the sequences that own the block. Neighbours in both tiers are copied as one
-piece, because small copies are bound by their launch (8 us) and not by the link.
+between two steps of the sequences that own the block. Copies are launched in pieces of many
+blocks, and neighbours in both tiers as one copy, because small ones are bound by their launch
+(8 us) and not by the link.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from kvpass.runtime.capture import ignore_captures
 from kvpass.runtime.exits import stop_at_exit
-from kvpass.runtime.pool import Slot
+from kvpass.runtime.move import Cancelled, Kind, Move, Timing, copy_on_host, range_of, runs_of
 from kvpass.runtime.queueing import FairQueue
 
 QUEUE_LIMIT = 512
 """Copies in flight at most; more are tried again after the next step."""
 
 PIECE_BYTES = 16 << 20
-"""Neighbours are copied together up to this size: a larger one would hold up other caches."""
+"""Copies of one cache are launched together up to this size: more would hold up other caches."""
 
 LAUNCHED_BYTES = 256 << 20
 """Bytes handed to a stream ahead of the link, 5 ms of it: as long as the interpreter may keep the
 consumer waiting for its lock. They cannot be overtaken."""
-
-Kind = Literal["store", "load"]
-
-
-class Cancelled(Exception):
-    """The copy was called off before it began."""
-
-
-class _Waiters:
-    """Threads that wait for copies: one condition for all, since waiting is rare."""
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._count = 0
-
-    def wait(self, done: Callable[[], bool]) -> None:
-        """Block the caller until ``done``."""
-        with self._condition:
-            self._count += 1
-            try:
-                self._condition.wait_for(done)
-            finally:
-                self._count -= 1
-
-    def tell(self) -> None:
-        """Something is done. Whoever begins to wait after this looks first and sees it."""
-        if self._count:
-            with self._condition:
-                self._condition.notify_all()
-
-
-_waiters = _Waiters()
-
-
-class Timing:
-    """How long a piece took on its stream, told when first asked for.
-
-    Args:
-        begin, end: CUDA events around it.
-        moves: of the piece.
-    """
-
-    def __init__(self, begin: Any, end: Any, moves: int) -> None:
-        self._events = begin, end
-        self._moves = moves
-
-    @cached_property
-    def seconds(self) -> float:
-        """Seconds for each of its moves."""
-        begin, end = self._events
-        return float(begin.elapsed_time(end)) / 1e3 / self._moves
-
-
-class Move:
-    """One copy of a block from ``source`` to ``target``.
-
-    Attributes:
-        kind: ``store`` (hot to cold) or ``load`` (cold to hot).
-        block: the block whose bytes move.
-        after: CUDA events that must have passed before the copy starts.
-        flow: whose copy it is, for fair shares of the link.
-        weight: share of the flow relative to others.
-        error: what went wrong in the copy, ``Cancelled``, or None.
-    """
-
-    __slots__ = (
-        "_cancelled", "_launched", "_seconds", "after", "block", "error", "event", "flow", "kind",
-        "source", "target", "timing", "weight",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        kind: Kind,
-        block: Any,
-        source: Slot,
-        target: Slot,
-        after: list[Any],
-        flow: Hashable = None,
-        weight: float = 1.0,
-    ) -> None:
-        self.kind: Kind = kind
-        self.block = block
-        self.source = source
-        self.target = target
-        self.after = after
-        self.flow = flow
-        self.weight = weight
-        self._cancelled = False
-        self.error: BaseException | None = None
-        self._seconds = 0.0
-        self.timing: Timing | None = None
-        self.event: Any = None
-        self._launched = False
-
-    @property
-    def size(self) -> int:
-        """Bytes that are copied."""
-        return self.source.arena.slot_bytes
-
-    @property
-    def seconds(self) -> float:
-        """How long the copy took once it is done, without its wait: its part of a piece."""
-        if self.timing is None:
-            return self._seconds
-        return self.timing.seconds
-
-    @property
-    def launched(self) -> bool:
-        """Whether the engine has taken it up: its event, if any, follows the copy; or it failed."""
-        return self._launched
-
-    def done(self) -> bool:
-        """Whether the bytes have arrived (or the copy failed)."""
-        return self._launched and (self.event is None or bool(self.event.query()))
-
-    def wait(self) -> None:
-        """Block the caller until the copy is done."""
-        if not self._launched:
-            _waiters.wait(lambda: self._launched)
-        if self.event is not None:
-            self.event.synchronize()
-
-    def cancel(self) -> None:
-        """Call the copy off unless it has begun; it is done soon either way."""
-        self._cancelled = True
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether it was called off in time: no byte was copied."""
-        return isinstance(self.error, Cancelled)
-
-    @property
-    def place(self) -> tuple[int, int, int, int]:
-        """Where it leads from and to: slabs, and slots in them."""
-        source, target = self.source, self.target
-        return id(source.slab), id(target.slab), source.index, target.index
-
-    @property
-    def ready(self) -> bool:
-        """Nothing that the copy has to wait for is still running."""
-        if self.after:
-            self.after = [event for event in self.after if not event.query()]
-        return not self.after and all(
-            event.query() for event in (*self.source.fences, *self.target.fences)
-        )
-
-    def finish(self, event: Any = None, error: BaseException | None = None) -> None:
-        """Called by the engine: the copy is launched (``event`` follows it), done, or failed."""
-        self.event = event
-        self.error = error
-        self._launched = True
-        _waiters.tell()
-
-    def run(self) -> None:
-        """Copy now, on the calling thread, unless it was cancelled."""
-        if self._cancelled:
-            self.finish(error=Cancelled())
-        else:
-            _copy_on_host([self])
 
 
 class Copier(Protocol):
@@ -339,7 +177,7 @@ class Consumer:
             self._places[move.place] = move
 
     def _next_piece(self) -> list[Move]:
-        """Moves of one flow that are neighbours in both tiers; the directions take turns."""
+        """Moves of one flow, neighbours in both tiers together; the directions take turns."""
         last = self._turn
         self._turn = "store" if last == "load" else "load"
         for kind in (self._turn, last):
@@ -348,17 +186,29 @@ class Consumer:
             if due:
                 # One that must wait for a kernel would hold up those behind it on the stream.
                 ready = (move for head in due for move in waiting.flow(head.flow) if move.ready)
-                piece = self._neighbours(next(ready, due[0]))
-                waiting.take(piece[0].flow, piece)
-                for move in piece:
-                    del self._places[move.place]
-                return piece
+                return self._piece_of(next(ready, due[0]), waiting)
         return []
 
-    def _neighbours(self, head: Move) -> list[Move]:
+    def _piece_of(self, head: Move, waiting: FairQueue[Move]) -> list[Move]:
+        """Take ``head``, its neighbours, and more of its flow with theirs, up to a full piece."""
+        piece: list[Move] = []
+        left = PIECE_BYTES
+        for move in (head, *waiting.flow(head.flow)):
+            if move.place not in self._places or not (move is head or move.ready):
+                continue
+            run = self._neighbours(move, max(1, left // move.size))
+            for each in run:
+                del self._places[each.place]
+            piece += run
+            left -= sum(each.size for each in run)
+            if left < head.size:
+                break
+        waiting.take(head.flow, piece)
+        return piece
+
+    def _neighbours(self, head: Move, limit: int) -> list[Move]:
         """The longest run around ``head`` of its flow's moves whose slots adjoin in both tiers."""
         one, other, source, target = head.place
-        limit = max(1, PIECE_BYTES // head.size)
 
         def run(step: int, most: int) -> list[Move]:
             found: list[Move] = []
@@ -378,51 +228,15 @@ class Consumer:
             if move._cancelled:
                 move.finish(error=Cancelled())
         self.finished += len(piece) - len(begun)
-        for part in _runs(begun):
-            if not self._lanes:
-                _copy_on_host(part)
-                self.finished += len(part)
-                continue
-            lane = self._lanes[part[0].kind]
-            self.finished += lane.make_room(sum(move.size for move in part))
-            if not lane.launch(part):
-                self.finished += len(part)
-
-
-def _runs(moves: Sequence[Move]) -> list[list[Move]]:
-    """Split moves in order of their slots where one is missing."""
-    runs: list[list[Move]] = []
-    for move in moves:
-        if runs and runs[-1][-1].source.index + 1 == move.source.index:
-            runs[-1].append(move)
-        else:
-            runs.append([move])
-    return runs
-
-
-def _range(slots: list[Slot]) -> torch.Tensor:
-    """The bytes of slots that follow each other in one slab."""
-    if len(slots) == 1:
-        return slots[0].raw
-    size = slots[0].arena.slot_bytes
-    return slots[0].slab.raw[slots[0].index * size : (slots[-1].index + 1) * size]
-
-
-def _copy_on_host(piece: list[Move]) -> None:
-    begin = time.perf_counter()
-    error: BaseException | None = None
-    try:
-        # One thread only: a second team of OpenMP threads would stall the one that computes.
-        np.copyto(
-            _range([move.target for move in piece]).numpy(),
-            _range([move.source for move in piece]).numpy(),
-        )
-    except BaseException as failure:  # handed to the manager, which keeps the old copies
-        error = failure
-    seconds = (time.perf_counter() - begin) / len(piece)
-    for move in piece:
-        move._seconds = seconds
-        move.finish(error=error)
+        if not self._lanes:
+            for run in runs_of(begun):
+                copy_on_host(run)
+            self.finished += len(begun)
+        elif begun:
+            lane = self._lanes[begun[0].kind]
+            self.finished += lane.make_room(sum(move.size for move in begun))
+            if not lane.launch(begun):
+                self.finished += len(begun)
 
 
 class Lane:
@@ -433,7 +247,11 @@ class Lane:
         self._launched: list[tuple[list[Move], Any]] = []
 
     def launch(self, piece: list[Move]) -> bool:
-        """Copy on the stream, after the events that the moves wait for; False when that failed."""
+        """Copy on the stream, after the events that the moves wait for; False when that failed.
+
+        Events and their bookkeeping cost 0.1 ms, five blocks of 1 MiB on the link, so a piece has
+        them once.
+        """
         waited = {id(e): e for m in piece for e in (*m.after, *m.source.fences, *m.target.fences)}
         begin = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
@@ -442,9 +260,10 @@ class Lane:
                 self.stream.wait_event(event)
             begin.record(self.stream)
             with torch.cuda.stream(self.stream):
-                _range([m.target for m in piece]).copy_(
-                    _range([m.source for m in piece]), non_blocking=True
-                )
+                for run in runs_of(piece):
+                    range_of([m.target for m in run]).copy_(
+                        range_of([m.source for m in run]), non_blocking=True
+                    )
             end.record(self.stream)
         except BaseException as error:  # handed to the manager, which keeps the old copies
             # The stream may hold part of it: no slot may be reused under a copy. Where that fails

@@ -18,7 +18,8 @@ from kvpass.runtime.batch import Block
 from kvpass.runtime.columns import Columns
 from kvpass.runtime.geometry import BlockGeometry
 from kvpass.runtime.metrics import Counters, LinkRate
-from kvpass.runtime.migrate import Copier, Move
+from kvpass.runtime.migrate import Copier
+from kvpass.runtime.move import Move
 from kvpass.runtime.pool import Slot
 from kvpass.runtime.ranges import ranged
 from kvpass.runtime.retries import Retries

@@ -19,7 +19,7 @@ from kvpass.metrics import Collector
 from kvpass.metrics.series import SERIES
 from kvpass.runtime import roster
 from kvpass.runtime.manager import Manager
-from kvpass.runtime.migrate import Move
+from kvpass.runtime.move import Move
 from tests.runtime.harness import BLOCK, Driver
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 from kvpass.runtime.manager import Manager
-from kvpass.runtime.migrate import Move
+from kvpass.runtime.move import Move
 
 
 class ManualCopier:

@@ -11,7 +11,8 @@ import torch
 
 from kvpass.runtime import migrate
 from kvpass.runtime.memory import DeviceMemory
-from kvpass.runtime.migrate import Consumer, Lane, Move, ThreadCopier
+from kvpass.runtime.migrate import Consumer, Lane, ThreadCopier
+from kvpass.runtime.move import Move
 from kvpass.runtime.pool import Arena, Budget
 from tests.runtime.harness import BLOCK, Driver
 from tests.runtime.scheduler import ManualCopier, scheduled

@@ -20,11 +20,11 @@ def test_a_process_ends_while_copies_wait():
         from kvpass.runtime import migrate
         from tests.runtime.harness import Driver
 
-        copy = migrate._copy_on_host
+        copy = migrate.copy_on_host
         def slowly(piece):
             time.sleep(0.2)
             copy(piece)
-        migrate._copy_on_host = slowly
+        migrate.copy_on_host = slowly
         migrate.PIECE_BYTES = 1
         driver = Driver(hot="8MiB")
         driver.append(150 * 32)

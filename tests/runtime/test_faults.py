@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kvpass.errors import ConfigError, OutOfMemoryError
-from kvpass.runtime import memory, migrate
+from kvpass.runtime import memory, migrate, move
 from kvpass.runtime.batch import Block
 from kvpass.runtime.geometry import BlockGeometry
 from kvpass.runtime.memory import PinnedMemory
@@ -106,7 +106,7 @@ def queue_full(driver, patch):
 
 
 def copy_fails(driver, patch):
-    return _strike(patch, migrate.np, "copyto", OSError(errno.EIO, "Input/output error"))
+    return _strike(patch, move.np, "copyto", OSError(errno.EIO, "Input/output error"))
 
 
 def copy_stops_half_way(driver, patch):
@@ -118,7 +118,7 @@ def copy_stops_half_way(driver, patch):
         copy(target[: target.size // 2], source[: source.size // 2])
         raise OSError(errno.EIO, "Input/output error")
 
-    patch.setattr(migrate.np, "copyto", half)
+    patch.setattr(move.np, "copyto", half)
     return hits
 
 

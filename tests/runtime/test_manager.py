@@ -125,7 +125,7 @@ def test_a_copy_that_fails_is_counted_and_tried_again(monkeypatch):
         raise OSError("bus error")
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvpass.runtime.migrate.np.copyto", broken)
+        patch.setattr("kvpass.runtime.move.np.copyto", broken)
         driver.append(BLOCK)
         for move in list(driver.manager.mover._moves):
             move.wait()

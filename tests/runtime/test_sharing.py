@@ -12,7 +12,7 @@ import kvpass
 from kvpass.config import Config
 from kvpass.errors import ConfigError, KVPassWarning
 from kvpass.runtime.manager import Manager
-from kvpass.runtime.migrate import Cancelled, Move
+from kvpass.runtime.move import Cancelled, Move
 from kvpass.runtime.retries import LONGEST_WAIT, Retries
 from tests.runtime.harness import BLOCK, Driver
 
