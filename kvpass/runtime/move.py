@@ -197,6 +197,7 @@ def range_of(slots: list[Slot]) -> torch.Tensor:
 
 
 def copy_on_host(piece: list[Move]) -> None:
+    """Copy neighbours in both tiers now, on the calling thread, and finish their moves."""
     begin = time.perf_counter()
     error: BaseException | None = None
     try:
