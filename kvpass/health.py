@@ -18,6 +18,7 @@ GPU_RATE = (20e9, 50e9)
 """Bytes a second of a healthy link; PCIe 4 x16 to 5 x16."""
 CPU_RATE = 0.25
 """Of the fastest copy of the same process: below it, something holds copies up."""
+BALANCE = (0.9, 1.1)
 LINK_USE = 0.6
 QUEUE_LIMIT = 512
 """Copies in flight at most, of runtime/migrate.py."""
@@ -82,6 +83,7 @@ def judge_manager(history: Sequence[Snapshot]) -> list[Finding]:
     return [
         hit_ratio(first, last),
         migration_rate(first, last),
+        weight_balance(last),
         link_use(first, last),
         queue_depth(history),
         lost_blocks(last),
@@ -189,6 +191,21 @@ def migration_rate(before: Snapshot, after: Snapshot) -> Finding:
     else:
         cause = "the cold tier's disk is slow, or other work holds the cores"
         remedy = "set cold_dir to a faster disk, or leave a core free (torch.set_num_threads)"
+    return Finding(check, value, healthy, "warn", cause, remedy)
+
+
+def weight_balance(after: Snapshot) -> Finding:
+    """Hot share held over fair share, of every sequence."""
+    check, healthy = "weight balance", f"{BALANCE[0]} to {BALANCE[1]}"
+    found = [use.balance for use in after.by_sequence]
+    known = sorted(balance for balance in found if balance is not None)
+    if not known:
+        return Finding(check, "no shares are kept", healthy, "unknown")
+    value = f"{known[0]:.2f} to {known[-1]:.2f} over {len(known)} sequences"
+    if BALANCE[0] <= known[0] and known[-1] <= BALANCE[1]:
+        return Finding(check, value, healthy, "ok")
+    cause = "some sequences hold more of the hot tier than they are due, others less"
+    remedy = "wait for the next windows; if it stays, see qos of their caches, or raise hot"
     return Finding(check, value, healthy, "warn", cause, remedy)
 
 

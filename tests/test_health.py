@@ -97,6 +97,19 @@ def test_migration_rate_on_a_cpu_is_against_its_own_fastest() -> None:
     check(health.migration_rate(start, snapshot(counters=both)), "warn", "load 0.20", "store 10.00")
 
 
+def balanced(*pairs: tuple[float, float]) -> Snapshot:
+    uses = [SequenceUse(1, i, 10, 10, 10, fair, held) for i, (fair, held) in enumerate(pairs)]
+    return snapshot(by_sequence=uses)
+
+
+def test_weight_balance() -> None:
+    check(health.weight_balance(balanced((0.5, 0.46), (0.5, 0.54))), "ok", "0.92 to 1.08")
+    check(health.weight_balance(balanced((0.5, 0.4), (0.5, 0.5))), "warn", "0.80 to 1.00", "qos")
+    check(health.weight_balance(balanced((0.5, 0.5), (0.5, 0.6))), "warn", "1.20")
+    check(health.weight_balance(snapshot()), "unknown", "no shares")
+    check(health.weight_balance(balanced((0.0, 0.0))), "unknown")
+
+
 def test_link_use() -> None:
     busy = {"stores_in_flight": 3, "backlog": 2}
 
@@ -226,7 +239,7 @@ def test_judge_names_caches_where_there_are_several() -> None:
     assert "hit ratio" in [finding.check for finding in alone]
     both = [finding.check for finding in health.judge([at(0, 4, 5), at(1, 4, 5)])]
     assert {"cache 4: speed", "cache 5: speed", "host memory"} <= set(both)
-    assert len(both) == 1 + 2 * 7
+    assert len(both) == 1 + 2 * 8
     none = health.judge([at(0), at(1, 4)])
     assert [finding.status for finding in none] == ["ok", "unknown"]
     with pytest.raises(ValueError, match="two or more"):
@@ -234,6 +247,6 @@ def test_judge_names_caches_where_there_are_several() -> None:
 
 
 def test_a_page_survives_json() -> None:
-    content = Page("1", 7, 5, [snapshot(tokens=7), snapshot()])
+    content = Page("1", 7, 5, [balanced((0.5, 0.25)), snapshot()])
     assert read_page(write_page(content)) == content
     assert read_page(write_page(page())).process == page().process

@@ -133,7 +133,7 @@ def _numbers(before: Snapshot | None, after: Snapshot) -> Table:
 
 def _sequences(after: Snapshot) -> RenderableType:
     table = Table(box=None, pad_edge=False)
-    for name in ("sequence", "tokens", "KV", "hot"):
+    for name in ("sequence", "tokens", "KV", "hot", "share held", "share due"):
         table.add_column(name, justify="right")
     largest = sorted(after.by_sequence, key=lambda use: -use.tokens)
     for use in largest[:MOST_SEQUENCES]:
@@ -142,6 +142,8 @@ def _sequences(after: Snapshot) -> RenderableType:
             str(use.tokens),
             format_size(use.kv_bytes),
             _hot(use.hot_bytes, use.kv_bytes),
+            _percent(use.held_share),
+            _percent(use.fair_share),
         )
     more = len(largest) - MOST_SEQUENCES
     return Group(table, f"and {more} more") if more > 0 else table

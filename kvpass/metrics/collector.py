@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from prometheus_client.core import (
     CounterMetricFamily,
+    GaugeHistogramMetricFamily,
     GaugeMetricFamily,
     Metric,
 )
@@ -17,6 +18,7 @@ from kvpass.runtime import roster
 from kvpass.runtime.metrics import Snapshot
 
 COMMON = ("manager", "device")
+BALANCE_BOUNDS = (0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 2.0)
 
 
 class Collector(BaseCollector):
@@ -37,6 +39,7 @@ class Collector(BaseCollector):
         yield GaugeMetricFamily("kvpass_managers", "Live managers.", value=len(snapshots))
         for series in SERIES:
             yield _family(series, snapshots)
+        yield _balance(snapshots)
 
 
 def _common(snapshot: Snapshot) -> list[str]:
@@ -50,4 +53,19 @@ def _family(series: Series, snapshots: Sequence[Snapshot]) -> Metric:
         for labels, number in series.values(snapshot):
             if number is not None:
                 family.add_metric([*_common(snapshot), *labels], number)
+    return family
+
+
+def _balance(snapshots: Sequence[Snapshot]) -> Metric:
+    family = GaugeHistogramMetricFamily(
+        "kvpass_weight_balance_ratio",
+        "Sequences by their share of the hot tier over their fair share; once a window has passed.",
+        labels=COMMON,
+    )
+    for snapshot in snapshots:
+        found = [use.balance for use in snapshot.by_sequence]
+        known = [balance for balance in found if balance is not None]
+        if known:
+            buckets = [(str(bound), sum(b <= bound for b in known)) for bound in BALANCE_BOUNDS]
+            family.add_metric(_common(snapshot), [*buckets, ("+Inf", len(known))], sum(known))
     return family

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import gc
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import prometheus_client
 import pytest
 import torch
@@ -251,11 +253,28 @@ def test_the_threshold_and_the_windows_that_lowered_it() -> None:
     assert of(driver, "kvpass_thrash_events_total") == 2
 
 
+def test_weight_balance_is_a_histogram_where_shares_are_known() -> None:
+    driver = Driver(size=3, hot="80KiB")
+    driver.append(8)
+    assert of(driver, "kvpass_weight_balance_ratio_bucket", "+Inf") is None
+    size = driver.geometry.block_bytes
+    assert driver.manager.tiers.hot_slots(size) == 10  # each sequence holds two
+    driver.batch.shares[size] = np.array([2.5, 2.0, 1.0]) * size
+    snapshot = driver.manager.snapshot()
+    assert [use.balance for use in snapshot.by_sequence] == pytest.approx([0.8, 1.0, 2.0])
+    counts = {
+        bound: of(driver, "kvpass_weight_balance_ratio_bucket", bound)
+        for bound in ("0.5", "0.8", "0.9", "1.0", "1.25", "2.0", "+Inf")
+    }
+    assert counts == {"0.5": 0, "0.8": 1, "0.9": 1, "1.0": 2, "1.25": 2, "2.0": 3, "+Inf": 3}
+
+
 def test_names_follow_the_conventions_and_every_series_is_on_the_page() -> None:
     driver = even_driver(heat_interval=4)
     append_zeros(driver, BLOCK)
     for _ in range(4):
         append_zeros(driver, 1)
+    driver.manager.counters = CountersWithThrash(**asdict(driver.manager.counters))
     names = {key[0] for key in page()}
     for series in SERIES:
         assert series.name.startswith("kvpass_") and not series.name.endswith("_total")
