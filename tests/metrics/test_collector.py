@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import math
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -274,7 +273,6 @@ def test_names_follow_the_conventions_and_every_series_is_on_the_page() -> None:
     append_zeros(driver, BLOCK)
     for _ in range(4):
         append_zeros(driver, 1)
-    driver.manager.counters = CountersWithThrash(**asdict(driver.manager.counters))
     names = {key[0] for key in page()}
     for series in SERIES:
         assert series.name.startswith("kvpass_") and not series.name.endswith("_total")
