@@ -28,9 +28,14 @@ def fresh():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("form", ["tiered", "dynamic"])
-@pytest.mark.parametrize("padding", [0, 5])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "neox", "phi"])
+@pytest.mark.parametrize(
+    ("name", "padding", "form"),
+    [
+        *(("llama", padding, form) for padding in (0, 5) for form in ("tiered", "dynamic")),
+        *(("gpt2", 5, "tiered"), ("gpt2", 0, "dynamic"), ("neox", 0, "tiered")),
+        *(("qwen3", 5, "dynamic"), ("phi", 5, "tiered")),
+    ],
+)
 def test_generate_is_rewritten_and_equal(name, padding, form):
     model = tiny(name)
     compile_with(model)

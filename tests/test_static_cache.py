@@ -135,9 +135,13 @@ def test_reset_and_used_again(name, counts):
     assert (counts["plain"], counts["copied"]) == (0, 1)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("tokens", [5, 13])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "tokens", "padded"),
+    [
+        *(("llama", 13, False), ("llama", 13, True), ("mistral", 5, True), ("mistral", 13, False)),
+        *(("gemma2", 5, False), ("gemma2", 13, True)),
+    ],
+)
 def test_generate(name, tokens, padded, counts):
     model, reference = models(name)
     (ids,) = prompts(tokens)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import triton_ops
+from tests.matrices import chessboard
 from tests.triton_ops.paged import close, lse_close, poisoned, ragged, row_ids, visits
 from triton_ops.config import latent_config, latent_splits
 from triton_ops.reference import (
@@ -146,9 +147,7 @@ def test_every_tile_gives_the_answer(block_n: int, block_size: int) -> None:
     check(*chunk(3, 5, 7, 24, 16), c, r, block_size, config=cut(32, 2, block_n))
 
 
-@pytest.mark.parametrize("m", [0, 1, 40])
-@pytest.mark.parametrize("n", [1, 6])
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("n", "m", "splits"), chessboard([1, 6], [0, 1, 40], [1, 3]))
 def test_all_tokens_seen(n: int, m: int, splits: int) -> None:
     c, r = cache([70, 33, 64], 16, 24)
     q, c_new, r_new = chunk(3, 4, n, 16, 24, m=m)
@@ -287,9 +286,12 @@ def test_softcap(softcap: float, n: int) -> None:
     check(*chunk(2, 3, n, 16, 16), c, r, scale=4.0, softcap=softcap, kv_mask=mask)
 
 
-@pytest.mark.parametrize("window", [1, 31, 32, 33, 100, 1 << 40])
-@pytest.mark.parametrize(("n", "splits"), [(1, 1), (1, 3), (9, 2), (70, 1)])
-def test_window(window: int, n: int, splits: int) -> None:
+@pytest.mark.parametrize(
+    ("window", "cut_into"),
+    chessboard([1, 31, 32, 33, 100, 1 << 40], [(1, 1), (1, 3), (9, 2), (70, 1)]),
+)
+def test_window(window: int, cut_into: tuple[int, int]) -> None:
+    n, splits = cut_into
     lengths = [31, 130] if n > 1 else LENGTHS
     c, r = cache(lengths, 16, 16)
     config = cut(16 if n < 70 else 64, splits)
@@ -308,9 +310,9 @@ def test_a_window_skips_tiles() -> None:
     close(out, want, torch.float32)
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("block_size", [32, 128])
-@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize(
+    ("splits", "block_size", "window"), chessboard([1, 3], [32, 128], [0, 100])
+)
 def test_heat_counts_the_blocks_the_reference_names(
     splits: int, block_size: int, window: int
 ) -> None:
@@ -409,9 +411,9 @@ def test_strided_operands(kind: str) -> None:
     assert torch.equal(out, check(*dense, c, r)[0])
 
 
-@pytest.mark.parametrize("dim", [512, 500, 96, 17])
-@pytest.mark.parametrize("part", ["latent", "rope"])
-@pytest.mark.parametrize("where", ["cached", "new"])
+@pytest.mark.parametrize(
+    ("dim", "part", "where"), chessboard([512, 500, 96, 17], ["latent", "rope"], ["cached", "new"])
+)
 def test_signal_in_the_last_channel(dim: int, part: str, where: str) -> None:
     c, r = [torch.zeros(1, 40, dim)], [torch.zeros(1, 40, 24)]
     q, c_new, r_new = (torch.zeros_like(x) for x in chunk(1, 2, 1, dim, 24))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import triton_ops
+from tests.matrices import chessboard
 from tests.triton_ops.paged import (
     check_decode,
     check_extend,
@@ -80,10 +81,9 @@ def test_the_cap_hides_no_nan() -> None:
     assert out.isnan().all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads"), GROUPS)
-@pytest.mark.parametrize("splits", SPLITS)
-def test_softcap_and_sinks(dtype: torch.dtype, heads: int, kv_heads: int, splits: int) -> None:
+@pytest.mark.parametrize(("dtype", "group", "splits"), chessboard(DTYPES, GROUPS, SPLITS))
+def test_softcap_and_sinks(dtype: torch.dtype, group: tuple[int, int], splits: int) -> None:
+    heads, kv_heads = group
     lengths = [70, 0, 1, 64]
     keys, values = ragged(lengths, kv_heads, 80, dtype), ragged(lengths, kv_heads, 80, dtype)
     features = {"softcap": 3.0, "sinks": torch.randn(heads).to(dtype) * 3}
@@ -125,8 +125,7 @@ def test_the_cap_comes_before_bias_and_masks(kind: str) -> None:
         check_decode(q[:, :, :1] * 4, keys, values, softcap=2.0, splits=3, **operands)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("splits", SPLITS)
+@pytest.mark.parametrize(("dtype", "splits"), chessboard(DTYPES, SPLITS))
 def test_b11_a_sink_counts_once(dtype: torch.dtype, splits: int) -> None:
     # a sink of ln 8 beside 8 keys of score 0 takes half, however the keys are shared out
     keys, values = [torch.zeros(2, 8, 16, dtype=dtype)], [torch.ones(2, 8, 16, dtype=dtype)]
@@ -163,8 +162,7 @@ def test_a_sink_of_minus_infinity_changes_no_bit(splits: int) -> None:
         assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
 
 
-@pytest.mark.parametrize("splits", SPLITS)
-@pytest.mark.parametrize("size", [-1e30, -200.0, 200.0, 1e30])
+@pytest.mark.parametrize(("splits", "size"), chessboard(SPLITS, [-1e30, -200.0, 200.0, 1e30]))
 def test_sinks_far_from_the_scores(splits: int, size: float) -> None:
     keys, values = ragged([70, 40], 1, 16), ragged([70, 40], 1, 16)
     q, k, v = chunk(2, 2, 1, 5, 16)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import triton_ops
+from tests.matrices import chessboard
 from tests.triton_ops.paged import (
     check_decode,
     check_extend,
@@ -54,8 +55,7 @@ def poison(tables: Tables, block: int, row: int, upto: int, size: int) -> None:
     tables.words[row, : upto // block] = bad.data_ptr()
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("splits", [1, 2, 7])
+@pytest.mark.parametrize(("window", "splits"), chessboard(WINDOWS, [1, 2, 7]))
 def test_decode(window: int, splits: int) -> None:
     keys, values = ragged(LENGTHS, 2, 16), ragged(LENGTHS, 2, 16)
     q = torch.randn(len(LENGTHS), 4, 1, 16)
@@ -63,9 +63,11 @@ def test_decode(window: int, splits: int) -> None:
     check_decode(q, keys, values, BLOCK, window=window, splits=splits, config=config)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize(("n", "splits"), [(1, 2), (5, 1), (5, 3), (70, 1)])
-def test_extend(window: int, n: int, splits: int) -> None:
+@pytest.mark.parametrize(
+    ("window", "cut_into"), chessboard(WINDOWS, [(1, 2), (5, 1), (5, 3), (70, 1)])
+)
+def test_extend(window: int, cut_into: tuple[int, int]) -> None:
+    n, splits = cut_into
     lengths = [31, 130] if n > 5 else [0, 31, 64, 130]
     keys, values = ragged(lengths, 1, 16), ragged(lengths, 1, 16)
     config = triton_ops.ExtendConfig(block_m=64 if n > 5 else 16, block_n=32, splits=splits)
@@ -257,9 +259,9 @@ def test_placement_does_not_change_a_bit() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("window", [1, 64, 100, 150, 1000])
-@pytest.mark.parametrize("block_size", [32, 128])
+@pytest.mark.parametrize(
+    ("splits", "window", "block_size"), chessboard([1, 3], [1, 64, 100, 150, 1000], [32, 128])
+)
 def test_heat_counts_blocks_of_the_window(splits: int, window: int, block_size: int) -> None:
     lengths = [290, 33, 256]
     keys = [k * 2 for k in ragged(lengths, 2, 16)]
