@@ -201,7 +201,8 @@ def weight_balance(after: Snapshot) -> Finding:
     known = sorted(balance for balance in found if balance is not None)
     if not known:
         return Finding(check, "no shares are kept", healthy, "unknown")
-    value = f"{known[0]:.2f} to {known[-1]:.2f} over {len(known)} sequences"
+    plural = "s" if len(known) > 1 else ""
+    value = f"{known[0]:.2f} to {known[-1]:.2f} over {len(known)} sequence{plural}"
     if BALANCE[0] <= known[0] and known[-1] <= BALANCE[1]:
         return Finding(check, value, healthy, "ok")
     cause = "some sequences hold more of the hot tier than they are due, others less"

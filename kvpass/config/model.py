@@ -314,7 +314,10 @@ def _explain(
             )
         context = fault.get("ctx", {})
         cause = context.get("error") or _in_words(fault["type"], context) or fault["msg"]
-        yield f"{given[option]}: {cause}"
+        written = given[option]
+        # Of a file, its name and line; a variable or flag names itself.
+        place = f"{written.source}: " if ":" in written.source else ""
+        yield f"{place}{written}: {cause}"
 
 
 def _in_words(kind: str, context: Mapping[str, Any]) -> str | None:

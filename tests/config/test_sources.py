@@ -56,6 +56,14 @@ def test_the_flat_template_loads(tmp_path: Path) -> None:
         assert (memory.page_size, memory.hot_zone_ratio, memory.gpu_threshold) == values
 
 
+def test_a_bad_value_of_a_file_names_its_line(tmp_path: Path) -> None:
+    file = write(tmp_path, "memory:\n  block_size: 256\n  hot: 2GiBB\n")
+    with pytest.raises(ConfigError, match=r"kvpass.yaml:3: hot = '2GiBB': .*unknown unit"):
+        Config.load(file, env={})
+    with pytest.raises(ConfigError, match=r"^hot = '2GiBB'"):
+        Config(hot="2GiBB")
+
+
 def test_migration_threshold_is_another_name_of_gpu_threshold(tmp_path: Path) -> None:
     assert Config(migration_threshold=0.7) == Config(gpu_threshold=0.7)
     assert Config(**{"memory.migration_threshold": 0.7}) == Config(memory={"gpu_threshold": 0.7})
