@@ -392,13 +392,12 @@ class TieredCache:
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__)
         copy._lengths = list(self._lengths)
+        state = self._state
         copy._state = TieredState(
-            self.kvpass_config, len(self._lengths), self.max_tokens, self._state.family
+            self.kvpass_config, len(self._lengths), self.max_tokens, state.family, state.manager
         )
         copy._handle = directory.enroll(copy._state)
-        state = self._state
         if state.batch is not None and state.manager is not None:
-            copy._state.manager = state.manager
             copy._state.replace(state.manager.fork(state.batch, range(state.batch.size)))
         return copy
 

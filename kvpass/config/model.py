@@ -32,6 +32,9 @@ from kvpass.config.values import (
 )
 from kvpass.errors import ConfigError
 
+MOST = 1 << 40
+"""Of tokens and steps: what no sequence reaches, and every computation with them holds."""
+
 
 class MemoryConfig(BaseModel):
     """Options of the tiers and of migration; sizes are bytes."""
@@ -62,10 +65,13 @@ class MemoryConfig(BaseModel):
         "is promoted.",
     )
     resident_tokens: Integer = Field(
-        1024, ge=0, description="First tokens of a sequence that stay in the hot arena."
+        1024, ge=0, le=MOST, description="First tokens of a sequence that stay in the hot arena."
     )
     heat_interval: Integer = Field(
-        64, ge=1, description="Decode steps between two readings of the heat counters, a window."
+        64,
+        ge=1,
+        le=MOST,
+        description="Decode steps between two readings of the heat counters, a window.",
     )
     page_size: PageSize = Field(
         2 << 20,

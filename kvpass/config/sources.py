@@ -128,6 +128,8 @@ class Names:
             raise ConfigError(
                 f"options file {path} cannot be read ({error.strerror}); check the path"
             ) from None
+        except RecursionError:
+            raise ConfigError(f"options file {path}: too deeply nested; write it flat") from None
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ConfigError(f"options file {path} is not YAML: {error}; mend that line") from None
         try:

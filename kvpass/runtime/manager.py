@@ -12,7 +12,6 @@ the next writer's stream waits for.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
@@ -26,7 +25,12 @@ import torch
 from kvpass import cpu_ops
 from kvpass.config import Config, FairnessConfig
 from kvpass.config.families import DEFAULT
-from kvpass.errors import CacheStateError, CapacityError, ConfigError, ShapeError
+from kvpass.errors import (
+    CacheStateError,
+    CapacityError,
+    ConfigError,
+    ShapeError,
+)
 from kvpass.runtime import observe, pressure, roster
 from kvpass.runtime.batch import Batch, Block
 from kvpass.runtime.capture import HostLock
@@ -35,17 +39,18 @@ from kvpass.runtime.heat import learn
 from kvpass.runtime.metrics import Counters, Snapshot
 from kvpass.runtime.migrate import copier_for
 from kvpass.runtime.mover import Mover, movable
+from kvpass.runtime.process import OfThisProcess, device_for
 from kvpass.runtime.ranges import ranged
 from kvpass.runtime.reserve import Reserver
 from kvpass.runtime.resize import Resizer
-from kvpass.runtime.table import normalize, tables_for
+from kvpass.runtime.table import tables_for
 from kvpass.runtime.tiers import Tier, Tiers, check_hot
 from kvpass.sizes import format_size, parse_size
 from kvpass.tuning import tune
 from kvpass.warn import warn_user
 
 
-class Manager:
+class Manager(OfThisProcess):
     """Tiers, blocks and migration of the caches that share one hot and one cold arena.
 
     A :class:`kvpass.TieredCache` makes its own, or is given one that several share; those compete
@@ -72,12 +77,20 @@ class Manager:
         device: torch.device | str | None = None,
         **options: Any,
     ) -> None:
+        super().__init__()
+        if config is not None and not isinstance(config, Config):
+            raise ConfigError(f"{config!r} is no config: write kvpass.Manager(hot=...)")
+        if "inner" in options:
+            raise ConfigError(
+                f"inner = {options['inner']!r}: a manager compiles nothing; give it to the "
+                'backend, options={"inner": ...}'
+            )
         if config is not None and options:
             raise ConfigError(
                 f"{', '.join(options)} beside a config: give them to the config, or no config"
             )
         self.config = config if config is not None else Config.load(**options)
-        self.device = normalize(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = device_for(device)
         config = self.config
         self.tables = tables_for(self.device)
         self.counters = Counters()
@@ -94,7 +107,6 @@ class Manager:
         self.before_step: Callable[[Manager, Batch], None] | None = None
         self._lock = HostLock(self.device)
         self._dead: deque[Batch] = deque()
-        self._process = os.getpid()
         weakref.finalize(self, _close, self._batches).atexit = False
         self.number = roster.enroll(self)
         if self.device.type == "cuda":
@@ -123,6 +135,7 @@ class Manager:
             OutOfMemoryError: the tables have no rows left.
             ConfigError: an option of the family does not fit this many layers.
         """
+        self.check_process()
         with self._lock:
             self._bury()
             batch = Batch(
@@ -150,16 +163,16 @@ class Manager:
         return finalizer
 
     def _check(self, batch: Batch) -> None:
-        if self._process != os.getpid():
-            raise CacheStateError(
-                "this cache was made before os.fork(): parent and child would write to the same "
-                "memory; make a new cache in the child"
-            )
         if batch.released:
             raise CacheStateError("this cache was released; make a new one")
 
     def release(self, batch: Batch) -> None:
-        """Give back all blocks of a batch, once no step uses it; safe to call twice."""
+        """Give back all blocks of a batch, once no step uses it; safe to call twice.
+
+        Does nothing in a forked child, whose parent goes on with the same memory.
+        """
+        if not self.usable:
+            return
         with self._lock:
             if batch.released:
                 return
@@ -171,11 +184,6 @@ class Manager:
                     self._reserver.drop(batch, layer, sequence, 0)
             batch.release_rows()
             self._batches.remove(batch)
-
-    @property
-    def usable(self) -> bool:
-        """False in a process forked from the one that made the manager."""
-        return self._process == os.getpid()
 
     def _bury(self) -> None:
         for _ in range(len(self._dead)):  # one that is in a step comes back
@@ -205,6 +213,7 @@ class Manager:
     @ranged("kvpass::begin")
     def begin(self, batch: Batch, tokens: int, layers: Sequence[int]) -> None:
         """First half of :meth:`step`."""
+        self.check_process()
         with self._lock:
             self._bury()
             self._check(batch)
@@ -320,6 +329,7 @@ class Manager:
             CacheStateError: the batch is in a step.
             CapacityError: ``length`` is negative or more than is stored.
         """
+        self.check_process()
         with self._lock:
             self._idle(batch)
             stored = min((n for n in batch.lengths if n), default=0)
@@ -346,6 +356,7 @@ class Manager:
             OutOfMemoryError: the tables have no room.
             ShapeError: the batch has no such sequence.
         """
+        self.check_process()
         with self._lock:
             self._idle(batch)
             bad = [s for s in sequences if not 0 <= s < batch.size]
@@ -384,6 +395,7 @@ class Manager:
         Returns:
             ``[B, Hkv, length, Dk]`` and ``[B, Hkv, length, Dv]``.
         """
+        self.check_process()
         with self._lock:
             self._check(batch)
             # Inside a step, its begin and end order what is read and written.
@@ -414,6 +426,7 @@ class Manager:
         given: dict[Tier, int | str | None] = {"hot": hot, "cold": cold}
         sizes = {tier: parse_size(size) for tier, size in given.items() if size is not None}
         check_hot(sizes.get("hot", "auto"), self.device)
+        self.check_process()
         with self._lock:
             self._bury()
             self._resizer.resize_all(sizes)
@@ -424,7 +437,7 @@ class Manager:
         What a step still uses follows when later steps begin. Does nothing inside the manager's own
         code: a tier that finds no memory takes what there is.
         """
-        if self._lock.mine:
+        if self._lock.mine or not self.usable:
             return
         with self._lock:
             before = self.tiers.hot.capacity
@@ -439,6 +452,7 @@ class Manager:
 
     def settle(self) -> None:
         """Wait for all copies in flight and account for them; for tests and measurements."""
+        self.check_process()
         with self._lock:
             self.mover.settle()
 
@@ -447,6 +461,7 @@ class Manager:
 
         For tests and measurements of placement; a block that finds no hot slot stays cold.
         """
+        self.check_process()
         with self._lock:
             self._idle(batch)
             self.mover.settle()
@@ -465,6 +480,7 @@ class Manager:
 
     def snapshot(self) -> Snapshot:
         """Where the KV bytes are now, and what was done; the reading is consistent."""
+        self.check_process()
         with self._lock:
             self._bury()
             self.mover.collect()

@@ -56,6 +56,11 @@ def test_the_flat_template_loads(tmp_path: Path) -> None:
         assert (memory.page_size, memory.hot_zone_ratio, memory.gpu_threshold) == values
 
 
+def test_a_file_without_bottom_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="too deeply nested"):
+        Config.load(write(tmp_path, "hot: " + "[" * 3000), env={})
+
+
 def test_a_bad_value_of_a_file_names_its_line(tmp_path: Path) -> None:
     file = write(tmp_path, "memory:\n  block_size: 256\n  hot: 2GiBB\n")
     with pytest.raises(ConfigError, match=r"kvpass.yaml:3: hot = '2GiBB': .*unknown unit"):

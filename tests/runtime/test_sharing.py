@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import os
 import warnings
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 
 import kvpass
 from kvpass.config import Config
-from kvpass.errors import ConfigError, KVPassWarning
+from kvpass.errors import CacheStateError, ConfigError, KVPassWarning, UnsupportedError
 from kvpass.runtime.manager import Manager
 from kvpass.runtime.move import Cancelled, Move
 from kvpass.runtime.retries import LONGEST_WAIT, Retries
@@ -177,3 +180,81 @@ def test_copies_carry_the_weight_of_their_cache():
     assert weights == pytest.approx(
         {drivers[0].batch.first_row: 0.93, drivers[1].batch.first_row: 0.37}
     )
+
+
+def test_a_copy_of_an_unused_cache_shares_the_manager():
+    manager = kvpass.Manager(device="cpu", hot="64KiB", block_size=BLOCK)
+    cache = kvpass.TieredCache(Shape, 512, manager=manager, qos=0.9)
+    assert copy.deepcopy(cache)._state.manager is manager
+    append(cache, 40)
+    cache.reset()
+    again = copy.deepcopy(cache)
+    append(again, 40)
+    assert again.manager is manager
+    assert again.batch.service.qos == 0.9
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: kvpass.Manager("1MiB"), ConfigError, r"kvpass.Manager\(hot=...\)"),
+        (lambda: kvpass.Manager(device="foo"), ConfigError, "device = 'foo'"),
+        (lambda: kvpass.Manager(device="meta"), ConfigError, "device = 'meta'"),
+        (lambda: kvpass.Manager(inner="eager"), ConfigError, "inner = 'eager'.*backend"),
+        (lambda: copy.deepcopy(kvpass.Manager(device="cpu")), UnsupportedError, "cannot be copied"),
+        (lambda: kvpass.Manager(resident_tokens=10**30), ConfigError, "resident_tokens"),
+        (lambda: kvpass.Manager(heat_interval=1 << 63), ConfigError, "heat_interval"),
+    ],
+)
+def test_managers_that_cannot_be_made(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.parametrize("act", ["resize", "reset", "drop", "snapshot", "relieve", "new"])
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_leaves_its_parents_blocks_alone(act):
+    """Cold slabs are shared memory: what a child frees, poisons or moves there the parent reads."""
+    manager = kvpass.Manager(
+        device="cpu", hot="64KiB", cold="4MiB", block_size=BLOCK, poison=True, resident_tokens=0
+    )
+    driver = Driver(manager=manager)
+    driver.append(20 * BLOCK)
+    manager.settle()
+    cache = kvpass.TieredCache(Shape, 512, manager=manager)
+    append(cache, 100)
+    manager.settle()
+    before = manager.snapshot()
+    assert before.cold_only_bytes > 0
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            if act == "resize":
+                with pytest.raises(CacheStateError, match=r"os.fork"):
+                    cache.resize(hot="4KiB")
+            elif act == "reset":
+                cache.reset()
+                with pytest.raises(CacheStateError, match=r"os.fork"):
+                    append(cache, 3)
+            elif act == "drop":
+                manager.release(driver.batch)
+                del cache
+                gc.collect()
+            elif act == "snapshot":
+                with pytest.raises(CacheStateError, match=r"os.fork"):
+                    manager.snapshot()
+            elif act == "relieve":
+                manager.relieve(1 << 20)
+            else:
+                with pytest.raises(CacheStateError, match=r"os.fork"):
+                    manager.new_batch(1, 2, 100)
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    driver.check()
+    keys, values = manager.gather(cache.batch, 0, 100)
+    assert not keys.isnan().any() and not values.isnan().any()
+    assert manager.snapshot().cold_only_bytes == before.cold_only_bytes
