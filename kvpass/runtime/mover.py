@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -201,6 +202,7 @@ class Mover:
             block.publish()
         except Exception as error:
             block.hot = None
+            block.publish()  # no table may go on naming the slot, which is freed
             return error
         return None
 
@@ -269,10 +271,10 @@ class Mover:
             ids = columns.owned(size)
             if not len(ids):
                 continue
-            self._share(ids, size)
+            blocks, hot = columns.arrays(ids), columns.has_hot[ids]
             plan = policy.plan(
-                columns.arrays(ids),
-                columns.has_hot[ids],
+                replace(blocks, over_share=self._over_share(ids, size, blocks, hot)),
+                hot,
                 slots=self.tiers.hot_slots(size),
                 room=self.tiers.free_hot(columns.block(ids[0]).geometry),
                 over=-(-self.tiers.excess() // size),
@@ -291,11 +293,16 @@ class Mover:
             bounces += plan.bounces
         self._watch(bounces)
 
-    def _share(self, ids: NDArray[np.int64], size: int) -> None:
-        """Say which of these blocks, all of one size, are beyond the share of their sequence."""
+    def _over_share(
+        self,
+        ids: NDArray[np.int64],
+        size: int,
+        blocks: policy.BlockArrays,
+        hot: NDArray[np.bool_],
+    ) -> NDArray[np.float64]:
+        """How far these blocks, all of one size, are beyond the share of their sequence; kept."""
         columns = self.columns
         sequence, weights = columns.sequences(ids)
-        blocks, hot = columns.arrays(ids), columns.has_hot[ids]
         shares = policy.fair_shares(
             weights,
             policy.demand(blocks, sequence, len(weights), self.min_frequency),
@@ -304,7 +311,9 @@ class Mover:
         columns.note_shares(size, shares)
         # One alone may have it all: what it has no use for now is still better than nothing.
         alone = len(weights) < 2
-        columns.over_share[ids] = 0 if alone else policy.over_share(blocks, sequence, hot, shares)
+        over = np.zeros(len(ids)) if alone else policy.over_share(blocks, sequence, hot, shares)
+        columns.over_share[ids] = over
+        return over
 
     def _watch(self, bounces: int) -> None:
         """Step the threshold down when blocks bounce, and back up when they do not."""

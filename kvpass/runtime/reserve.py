@@ -158,9 +158,12 @@ class Reserver:
                     batch.exchange(layer, sequence, position, copy)
                     copy.publish()
                 except BaseException:
-                    if row[position] is copy:
-                        batch.exchange(layer, sequence, position, block)
-                    self.mover.discard(copy)
+                    try:
+                        if row[position] is copy:
+                            batch.exchange(layer, sequence, position, block)
+                            block.publish()  # no table may go on naming the slot, which is freed
+                    finally:
+                        self.mover.discard(copy)
                     raise
                 self.counters.copied_blocks += 1
                 if copy.slot.raw.is_cuda or block.slot.raw.is_cuda:

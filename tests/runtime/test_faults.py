@@ -373,3 +373,33 @@ def test_a_tier_that_shrinks_later_never_fails_a_step(monkeypatch):
     assert not driver.manager.tiers.hot.crowded
     driver.check()
     other.check()
+
+
+def test_a_load_that_is_published_half_way_names_the_old_copy_everywhere(monkeypatch):
+    """Two owners, and the second table cannot be written: the new slot is freed again."""
+    driver = Driver(layers=1)
+    driver.append(BLOCK)
+    fork = driver.manager.fork(driver.batch, [0])
+    driver.manager.place(driver.batch, lambda *_: False)
+    (block,) = driver.batch.blocks[0][0]
+    assert block.hot is None and len(block.owners) == 2
+    publish, calls = Block.publish, []
+
+    def half(self: Block) -> None:
+        calls.append(self)
+        if len(calls) > 1:
+            publish(self)
+            return
+        batch, layer, sequence, index = self.owners[0]
+        batch.words[layer, sequence, index] = self.slot.address
+        raise OSError("no table")
+
+    monkeypatch.setattr(Block, "publish", half)
+    assert driver.manager.mover.promote(block)
+    driver.manager.settle()
+    monkeypatch.undo()
+    assert driver.manager.counters.failed_moves == 1
+    words = {int(batch.words[0, 0, 0]) for batch in (driver.batch, fork)}
+    assert words == {block.cold.address} and block.hot is None
+    invariants.check(driver.manager, [driver.batch, fork])
+    driver.check()

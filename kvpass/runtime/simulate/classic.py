@@ -6,6 +6,7 @@ reads does, and learns of every request at once.
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from typing import Protocol
 
@@ -43,7 +44,7 @@ class LRU:
             self._hot.popitem(last=False)
 
 
-class _Ranked:
+class _Ranked(ABC):
     """The hot block of the lowest rank goes; ranks of blocks that left are remembered."""
 
     def __init__(self, slots: int) -> None:
@@ -77,8 +78,9 @@ class _Ranked:
                 self._hot.remove(block)
                 return
 
+    @abstractmethod
     def _next(self, rank: tuple[float, ...] | None) -> tuple[float, ...]:
-        raise NotImplementedError
+        """Rank of a block after a request; the lowest is evicted first."""
 
 
 class LFU(_Ranked):
