@@ -162,6 +162,7 @@ class Batch:
         ids: int32 ``[L, B, blocks]``, the block that each table word names, or ``NO_BLOCK``.
         window: decode steps of the window that runs.
         observer: called with the batch and the tokens appended after each step, or None.
+        cold_bytes: of the blocks that steps read in place, as the last one began.
         ahead: how far ahead cold blocks are asked for, or None.
         cold: ``[L][B]`` indices of blocks without a hot copy as the step began; None: there are
             none, or nobody asks.
@@ -197,6 +198,7 @@ class Batch:
         self.window = 1
         self.steps_in_window = 0
         self.steps_read = 0
+        self.cold_bytes = 0
         self.ahead: ReadAhead | None = None
         self.cold: list[list[list[int]]] | None = None
         self.first_read = [0] * layers

@@ -68,6 +68,11 @@ class HostLock:
         return self
 
     @property
+    def held(self) -> bool:
+        """Whether any thread holds it."""
+        return self._owner is not None
+
+    @property
     def mine(self) -> bool:
         """Whether the calling thread holds it."""
         return self._owner == threading.get_ident()

@@ -53,6 +53,7 @@ class Columns:
         capacity: rows to begin with, at least 2; they double when they are used up.
 
     Attributes:
+        batches: those given.
         frequency, rate, heat, index, protected, resident, demoted, retention, over_share:
             ``[capacity]``; see :class:`kvpass.runtime.policy.BlockArrays`.
         ages: int32 ``[capacity, K]``, likewise.
@@ -78,7 +79,7 @@ class Columns:
     moving: NDArray[np.bool_]
 
     def __init__(self, batches: Sequence[Batch] = (), capacity: int = FIRST_CAPACITY) -> None:
-        self._batches = batches
+        self.batches = batches
         for name, (dtype, value) in COLUMNS.items():
             setattr(self, name, np.full(capacity, value, dtype))
         self.ages: NDArray[np.int32] = np.full((capacity, policy.K), policy.NEVER, np.int32)
@@ -155,7 +156,7 @@ class Columns:
         Args:
             size: only those whose slots have this many bytes.
         """
-        named = self._named(self._batches)
+        named = self._named(self.batches)
         if size is not None:
             named &= self.size == size
         return np.flatnonzero(named)
@@ -166,6 +167,11 @@ class Columns:
         named[ids] = True
         named[NO_BLOCK] = False
         return np.flatnonzero(named)
+
+    def cold_bytes(self, ids: NDArray[np.int32]) -> int:
+        """Bytes of the blocks that ids name which have no hot copy, named twice counted twice."""
+        named = ids[ids != NO_BLOCK]
+        return int(self.size[named[~self.has_hot[named]]].sum())
 
     def sequences(self, ids: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Whose each block is, and the weights of all sequences in order of their batches.
@@ -180,7 +186,7 @@ class Columns:
         """
         whose = np.zeros(self.capacity, dtype=np.int64)
         weights: list[float] = []
-        for batch in self._batches:
+        for batch in self.batches:
             numbers = len(weights) + np.arange(batch.size)[None, :, None]
             whose[batch.ids] = np.broadcast_to(numbers, batch.ids.shape)
             weights += [batch.service.weight] * batch.size
@@ -194,7 +200,7 @@ class Columns:
             shares: ``[S]`` slots due, in order of the batches.
         """
         first = 0
-        for batch in self._batches:
+        for batch in self.batches:
             batch.shares[size] = shares[first : first + batch.size] * size
             first += batch.size
 
@@ -203,7 +209,7 @@ class Columns:
     def movable(self, ids: NDArray[Any]) -> NDArray[np.bool_]:
         """Which blocks may change place now: written through, and nobody in a step with them."""
         able = (self.full[ids] & self.has_cold[ids]) & ~self.moving[ids]
-        active = [batch for batch in self._batches if batch.active is not None]
+        active = [batch for batch in self.batches if batch.active is not None]
         if active:
             able &= ~self._named(active)[ids]
         return able

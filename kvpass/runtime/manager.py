@@ -36,9 +36,10 @@ from kvpass.runtime.batch import Batch, Block
 from kvpass.runtime.capture import HostLock
 from kvpass.runtime.columns import Columns
 from kvpass.runtime.heat import learn
-from kvpass.runtime.metrics import Counters, Snapshot
+from kvpass.runtime.metrics import Counters, LinkRate, Snapshot
 from kvpass.runtime.migrate import copier_for
 from kvpass.runtime.mover import Mover, movable
+from kvpass.runtime.pacing import pacer_for
 from kvpass.runtime.process import OfThisProcess, device_for
 from kvpass.runtime.ranges import ranged
 from kvpass.runtime.reserve import Reserver
@@ -97,15 +98,22 @@ class Manager(OfThisProcess):
         self.tiers = Tiers(config, self.device)
         self._batches: list[Batch] = []
         self.columns = Columns(self._batches)
+        self._lock = HostLock(self.device)
+        link = LinkRate()
+        pacer = pacer_for(self.columns, link, self._lock)
         self.mover = Mover(
-            self.tiers, copier_for(self.device), self.counters, self.columns, config.memory
+            self.tiers,
+            copier_for(self.device, pacer),
+            self.counters,
+            self.columns,
+            config.memory,
+            link,
         )
         self._reserver = Reserver(
             self.tiers, self.mover, self.counters, self._batches, config.memory.resident_tokens
         )
         self._resizer = Resizer(self.tiers, self.mover, self.columns.blocks)
         self.before_step: Callable[[Manager, Batch], None] | None = None
-        self._lock = HostLock(self.device)
         self._dead: deque[Batch] = deque()
         weakref.finalize(self, _close, self._batches).atexit = False
         self.number = roster.enroll(self)
@@ -235,6 +243,8 @@ class Manager(OfThisProcess):
                 self._resizer.go_on()
             self._use_heat(batch, start=False)
             self._reserver.reserve(batch, tokens, layers)
+            if batch.dirty:
+                batch.cold_bytes = self.columns.cold_bytes(batch.ids)
             batch.upload()
             batch.active = threading.get_ident()
             batch.steps.append(frozenset(layers))

@@ -13,14 +13,24 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from contextlib import suppress
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from kvpass.runtime.capture import ignore_captures
 from kvpass.runtime.exits import stop_at_exit
-from kvpass.runtime.move import Cancelled, Kind, Move, Timing, copy_on_host, range_of, runs_of
+from kvpass.runtime.lane import Lane
+from kvpass.runtime.move import (
+    Cancelled,
+    Kind,
+    Move,
+    Passed,
+    copy_on_host,
+    runs_of,
+    waiters,
+)
+from kvpass.runtime.pacing import Pacer
 from kvpass.runtime.queueing import FairQueue
 
 QUEUE_LIMIT = 512
@@ -29,9 +39,11 @@ QUEUE_LIMIT = 512
 PIECE_BYTES = 16 << 20
 """Copies of one cache are launched together up to this size: more would hold up other caches."""
 
-LAUNCHED_BYTES = 256 << 20
-"""Bytes handed to a stream ahead of the link, 5 ms of it: as long as the interpreter may keep the
-consumer waiting for its lock. They cannot be overtaken."""
+MAX_HELD = 2e-3
+"""Seconds after which copies that have had their share of the link are looked at again."""
+
+LONE_PIECE_BYTES = 64 << 20
+"""The same while no other cache has copies waiting: fewer pieces keep the interpreter free."""
 
 
 class Copier(Protocol):
@@ -51,12 +63,17 @@ class Copier(Protocol):
 
 
 class ThreadCopier:
-    """A bounded queue in front of one consumer thread; copies release the interpreter lock."""
+    """A bounded queue in front of one consumer thread; copies release the interpreter lock.
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    Args:
+        device: a GPU whose streams copy, or None: the thread copies itself.
+        pacer: keeps copies to the device to their share of the link; None: they take all of it.
+    """
+
+    def __init__(self, device: torch.device | None = None, pacer: Pacer | None = None) -> None:
         # Bounded by submit, not here: the end marker, put by a finalizer, must never wait.
         inbox: queue.SimpleQueue[Move | None] = queue.SimpleQueue()
-        self._consumer = Consumer(inbox, device)
+        self._consumer = Consumer(inbox, device, pacer)
         self._submitted = 0
         self._thread: threading.Thread | None = None
         self._finalizer = weakref.finalize(self, inbox.put, None)
@@ -93,20 +110,31 @@ class ThreadCopier:
 class Consumer:
     """Takes moves from the inbox, in fair order, and copies them. Used by one thread.
 
+    Args:
+        inbox, device, pacer: see :class:`ThreadCopier`.
+
     Attributes:
         inbox: moves, then None as the end.
         finished: moves whose bytes have arrived, that failed or were cancelled.
     """
 
-    def __init__(self, inbox: queue.SimpleQueue[Move | None], device: torch.device | None) -> None:
+    def __init__(
+        self,
+        inbox: queue.SimpleQueue[Move | None],
+        device: torch.device | None,
+        pacer: Pacer | None = None,
+    ) -> None:
         self.inbox = inbox
         self.finished = 0
         self._device = device
         self._queues: dict[Kind, FairQueue[Move]] = {"store": FairQueue(), "load": FairQueue()}
         self._places: dict[tuple[int, int, int, int], Move] = {}
         self._lanes = {kind: Lane(device) for kind in self._queues} if device is not None else {}
+        self._pacer = pacer
         self._turn: Kind = "load"
         self._piece: list[Move] = []
+        self._passed = Passed()
+        self._held = 0.0  # seconds for which all that waits has to
         self._ended = False
         self._stopped = False
 
@@ -130,6 +158,8 @@ class Consumer:
         self._receive()
         if self._stopped:
             return False
+        if self._pacer is not None:
+            self._pacer.give_way(urgent=lambda: bool(waiters) or self._stopped)
         self._piece = self._next_piece()
         if self._piece:
             self._copy(self._piece)
@@ -167,9 +197,12 @@ class Consumer:
         if idle:
             for lane in self._lanes.values():
                 self.finished += lane.drain()
-        while idle or not self.inbox.empty():
-            move = self.inbox.get()
-            idle = False
+        while idle or self._held or not self.inbox.empty():
+            try:
+                move = self.inbox.get(timeout=self._held or None)
+            except queue.Empty:
+                return
+            idle, self._held = False, 0.0
             if move is None:
                 self._ended = True
                 return
@@ -180,21 +213,39 @@ class Consumer:
         """Moves of one flow, neighbours in both tiers together; the directions take turns."""
         last = self._turn
         self._turn = "store" if last == "load" else "load"
+        self._passed = Passed()
+        self._held = 0.0
         for kind in (self._turn, last):
             waiting = self._queues[kind]
             due = waiting.heads()
-            if due:
+            if due and not self._too_early(kind, due):
+                self._held = 0.0
                 # One that must wait for a kernel would hold up those behind it on the stream.
-                ready = (move for head in due for move in waiting.flow(head.flow) if move.ready)
-                return self._piece_of(next(ready, due[0]), waiting)
+                ready = (
+                    move
+                    for head in due
+                    for move in waiting.flow(head.flow)
+                    if move.ready(self._passed)
+                )
+                return self._piece_of(
+                    next(ready, due[0]),
+                    waiting,
+                    PIECE_BYTES if len(due) > 1 else LONE_PIECE_BYTES,
+                )
         return []
 
-    def _piece_of(self, head: Move, waiting: FairQueue[Move]) -> list[Move]:
-        """Take ``head``, its neighbours, and more of its flow with theirs, up to a full piece."""
+    def _too_early(self, kind: Kind, due: Sequence[Move]) -> bool:
+        """Whether copies of a kind have had their share of the link for now."""
+        if kind == "store" or self._pacer is None or self._ended:
+            return False
+        self._held = min(self._pacer.delay(sum(head.weight for head in due)), MAX_HELD)
+        return self._held > 0
+
+    def _piece_of(self, head: Move, waiting: FairQueue[Move], left: int) -> list[Move]:
+        """Take ``head``, its neighbours, and more of its flow with theirs, up to ``left`` bytes."""
         piece: list[Move] = []
-        left = PIECE_BYTES
         for move in (head, *waiting.flow(head.flow)):
-            if move.place not in self._places or not (move is head or move.ready):
+            if move.place not in self._places or not (move is head or move.ready(self._passed)):
                 continue
             run = self._neighbours(move, max(1, left // move.size))
             for each in run:
@@ -214,7 +265,7 @@ class Consumer:
             found: list[Move] = []
             for i in range(1, most + 1):
                 move = self._places.get((one, other, source + i * step, target + i * step))
-                if move is None or move.flow != head.flow or not move.ready:
+                if move is None or move.flow != head.flow or not move.ready(self._passed):
                     break
                 found.append(move)
             return found
@@ -233,84 +284,14 @@ class Consumer:
                 copy_on_host(run)
             self.finished += len(begun)
         elif begun:
-            lane = self._lanes[begun[0].kind]
-            self.finished += lane.make_room(sum(move.size for move in begun))
-            if not lane.launch(begun):
+            lane, size = self._lanes[begun[0].kind], sum(move.size for move in begun)
+            self.finished += lane.make_room(size)
+            if self._pacer is not None and begun[0].kind == "load":
+                self._pacer.charge(size)
+            if not lane.launch(begun, self._passed):
                 self.finished += len(begun)
 
 
-class Lane:
-    """One direction of the link: a stream, and what is launched on it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
-        self._launched: list[tuple[list[Move], Any]] = []
-
-    def launch(self, piece: list[Move]) -> bool:
-        """Copy on the stream, after the events that the moves wait for; False when that failed.
-
-        Events and their bookkeeping cost 0.1 ms, five blocks of 1 MiB on the link, so a piece has
-        them once.
-        """
-        waited = {id(e): e for m in piece for e in (*m.after, *m.source.fences, *m.target.fences)}
-        begin = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        try:
-            for event in waited.values():
-                self.stream.wait_event(event)
-            begin.record(self.stream)
-            with torch.cuda.stream(self.stream):
-                for run in runs_of(piece):
-                    range_of([m.target for m in run]).copy_(
-                        range_of([m.source for m in run]), non_blocking=True
-                    )
-            end.record(self.stream)
-        except BaseException as error:  # handed to the manager, which keeps the old copies
-            # The stream may hold part of it: no slot may be reused under a copy. Where that fails
-            # too, the device is lost and no stream writes any more.
-            with suppress(Exception):
-                self.stream.synchronize()
-            for move in piece:
-                move.finish(error=error)
-            return False
-        timing = Timing(begin, end, len(piece))
-        for move in piece:
-            move.target.fences = [end]
-            move.timing = timing
-            move.finish(end)
-        self._launched.append((piece, end))
-        return True
-
-    def collect(self) -> int:
-        """Account for the pieces that have arrived; returns the number of their moves."""
-        arrived = 0
-        while self._launched and self._launched[0][1].query():
-            arrived += len(self._launched.pop(0)[0])
-        return arrived
-
-    def make_room(self, size: int) -> int:
-        """Wait until ``size`` more bytes may be launched; returns the moves that arrived."""
-        arrived = self.collect()
-        while self._launched and (
-            size + sum(m.size for piece, *_ in self._launched for m in piece) > LAUNCHED_BYTES
-        ):
-            self._launched[0][1].synchronize()
-            arrived += self.collect()
-        return arrived
-
-    def abandon(self) -> int:
-        """Ask no more about what was launched; returns the number of its moves."""
-        count = sum(len(piece) for piece, _ in self._launched)
-        self._launched.clear()
-        return count
-
-    def drain(self) -> int:
-        """Wait for everything launched; returns the moves that arrived."""
-        if self._launched:
-            self._launched[-1][1].synchronize()
-        return self.collect()
-
-
-def copier_for(device: torch.device) -> Copier:
-    """The copy engine that fits a device."""
-    return ThreadCopier(device if device.type == "cuda" else None)
+def copier_for(device: torch.device, pacer: Pacer) -> Copier:
+    """The copy engine that fits a device; the memory of a CPU has no link to share."""
+    return ThreadCopier(device, pacer) if device.type == "cuda" else ThreadCopier()

@@ -28,6 +28,10 @@ class _Waiters:
         self._condition = threading.Condition()
         self._count = 0
 
+    def __bool__(self) -> bool:
+        """Whether anybody waits."""
+        return self._count > 0
+
     def wait(self, done: Callable[[], bool]) -> None:
         """Block the caller until ``done``."""
         with self._condition:
@@ -44,7 +48,27 @@ class _Waiters:
                 self._condition.notify_all()
 
 
-_waiters = _Waiters()
+waiters = _Waiters()
+"""Who waits for any copy of the process."""
+
+
+class Passed:
+    """Whether CUDA events have passed, each asked once: many copies wait for the same few."""
+
+    def __init__(self) -> None:
+        # With the event itself, since the id of one that is gone may come back.
+        self._answers: dict[int, tuple[bool, Any]] = {}
+
+    def __call__(self, event: Any) -> bool:
+        """Ask, unless that was done before."""
+        answer = self._answers.get(id(event))
+        if answer is None:
+            answer = self._answers[id(event)] = bool(event.query()), event
+        return answer[0]
+
+    def known(self, event: Any) -> bool:
+        """Whether it was asked and had passed."""
+        return self._answers.get(id(event), (False, None))[0]
 
 
 class Timing:
@@ -131,7 +155,7 @@ class Move:
     def wait(self) -> None:
         """Block the caller until the copy is done."""
         if not self._launched:
-            _waiters.wait(lambda: self._launched)
+            waiters.wait(lambda: self._launched)
         if self.event is not None:
             self.event.synchronize()
 
@@ -151,20 +175,24 @@ class Move:
         return id(source.slab), id(target.slab), source.index, target.index
 
     @property
-    def ready(self) -> bool:
-        """Nothing that the copy has to wait for is still running."""
-        if self.after:
-            self.after = [event for event in self.after if not event.query()]
-        return not self.after and all(
-            event.query() for event in (*self.source.fences, *self.target.fences)
-        )
+    def waits(self) -> tuple[Any, ...]:
+        """CUDA events that the copy has to wait for."""
+        return *self.after, *self.source.fences, *self.target.fences
+
+    def ready(self, passed: Passed) -> bool:
+        """Nothing that the copy has to wait for is still running, as far as was asked before."""
+        # A loop, not all(...): this runs for every copy.
+        for event in self.waits:  # noqa: SIM110
+            if not passed(event):
+                return False
+        return True
 
     def finish(self, event: Any = None, error: BaseException | None = None) -> None:
         """Called by the engine: the copy is launched (``event`` follows it), done, or failed."""
         self.event = event
         self.error = error
         self._launched = True
-        _waiters.tell()
+        waiters.tell()
 
     def run(self) -> None:
         """Copy now, on the calling thread, unless it was cancelled."""

@@ -61,6 +61,7 @@ class Mover:
         counters: counts what was done.
         columns: what is known of the blocks.
         memory: options of the policy.
+        link: where rates of copies are noted.
 
     Attributes:
         threshold: the share of the hot arena in use at which demotion starts, now.
@@ -73,12 +74,13 @@ class Mover:
         counters: Counters,
         columns: Columns,
         memory: MemoryConfig,
+        link: LinkRate,
     ) -> None:
         self.tiers = tiers
         self.copier = copier
         self.counters = counters
         self.columns = columns
-        self.link = LinkRate()
+        self.link = link
         self.retries = Retries()
         self.min_frequency = memory.min_frequency
         self.hot_zone_ratio = memory.hot_zone_ratio

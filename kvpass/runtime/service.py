@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 from kvpass.config import FairnessConfig
 
 SMOOTHING = 0.1
@@ -65,6 +67,7 @@ class Service:
     Attributes:
         qos: quality of service now, 0 to 1.
         seconds: mean time of a decode step, from its begin to the next one's; None before two.
+        begun: when the last step of any kind began.
         weight: of each of its sequences.
     """
 
@@ -73,7 +76,8 @@ class Service:
         self.qos = options.qos
         self.seconds: float | None = None
         self.weight = weight(options.qos, 1.0, 1.0, options.latency_weight, options.token_weight)
-        self._begun: float | None = None
+        self.begun = -math.inf
+        self._measured_from: float | None = None
 
     @property
     def latency(self) -> float:
@@ -83,12 +87,13 @@ class Service:
 
     def step(self, now: float, tokens: int) -> None:
         """A step of ``tokens`` tokens begins at ``now`` seconds."""
-        if self._begun is not None:
-            last = now - self._begun
+        self.begun = now
+        if self._measured_from is not None:
+            last = now - self._measured_from
             before = last if self.seconds is None else self.seconds
             self.seconds = before + SMOOTHING * (last - before)
         # What follows a prompt is as long as the prompt: only decode steps are measured.
-        self._begun = now if tokens == 1 else None
+        self._measured_from = now if tokens == 1 else None
 
     def window(self, tokens: float) -> None:
         """A window has ended with the blocks filled to ``tokens``, 0 to 1."""

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from kvpass.runtime import migrate
+from kvpass.runtime.lane import Lane
 from kvpass.runtime.memory import DeviceMemory
-from kvpass.runtime.migrate import Consumer, Lane, ThreadCopier
-from kvpass.runtime.move import Move
+from kvpass.runtime.migrate import Consumer, ThreadCopier
+from kvpass.runtime.move import Move, Passed
 from kvpass.runtime.pool import Arena, Budget
 from tests.runtime.harness import BLOCK, Driver
 from tests.runtime.scheduler import ManualCopier, scheduled
@@ -24,12 +25,14 @@ class Event:
     def __init__(self, *_: object, error: BaseException | None = None, **__: object) -> None:
         self.error = error
         self.passed = False
+        self.asked = 0
 
     def record(self, stream: object = None) -> None:
         if self.error is not None:
             raise self.error
 
     def query(self) -> bool:
+        self.asked += 1
         if self.error is not None:
             raise self.error
         return self.passed
@@ -107,6 +110,7 @@ class Stream:
 
     def __init__(self, fails: str, error: BaseException) -> None:
         self.fails, self.error = fails, error
+        self.waited: list[object] = []
 
     def _maybe(self, what: str) -> None:
         if what in self.fails.split():
@@ -114,6 +118,7 @@ class Stream:
 
     def wait_event(self, event: object) -> None:
         self._maybe("wait")
+        self.waited.append(event)
 
     def synchronize(self) -> None:
         self._maybe("synchronize")
@@ -142,7 +147,7 @@ def lane(monkeypatch):
 def test_a_launch_that_fails_ends_its_moves(lane, fails):
     moves = _moves(3)
     moves[0].after.append(Event())
-    assert lane(fails).launch(moves) is False
+    assert lane(fails).launch(moves, Passed()) is False
     assert all(move.launched and move.error is LOST for move in moves)
 
 
@@ -160,13 +165,34 @@ def _serve(lanes: dict[str, Lane], moves: list[Move]) -> Consumer:
 def test_the_engine_goes_on_when_launches_fail(lane, fails):
     moves = _moves(5) + _moves(5, "load")
     for move in moves:
-        event = Event()
-        event.passed = True
-        move.source.fences.append(event)
+        move.source.fences.append(Event())
     broken = lane(fails)
     consumer = _serve({"store": broken, "load": broken}, moves)
     assert consumer.finished == 10
     assert all(move.error is LOST for move in moves)
+
+
+def test_a_launch_waits_for_what_is_not_known_to_have_passed(lane):
+    """Each event once, however many copies wait for it."""
+    moves = _moves(4)
+    passed, running = Event(), Event()
+    passed.passed = True
+    for move in moves:
+        move.source.fences += [passed, running]
+    working = lane("")
+    known = Passed()
+    assert not any(move.ready(known) for move in moves)
+    assert passed.asked == running.asked == 1
+    assert working.launch(moves, known)
+    assert working.stream.waited == [running]
+    assert working.launch(_with(passed), Passed())
+    assert working.stream.waited == [running, passed], "nobody had asked"
+
+
+def _with(event: Event) -> list[Move]:
+    move = _moves(1)[0]
+    move.after.append(event)
+    return [move]
 
 
 def test_a_lost_device_fails_every_move_and_hangs_nobody(lane):

@@ -74,10 +74,12 @@ def over_share(
         ``[N]``: 0 within the share, else slots beyond it, in shares.
     """
     over = np.zeros(len(sequence))
-    if not len(sequence):
-        return over
-    order = np.lexsort((blocks.index, -worth(blocks), ~blocks.resident, ~hot, sequence))
     counts = np.bincount(sequence, minlength=len(shares))
+    if (counts <= shares).all():
+        return over
+    # Three keys in one: each more is another sort of all blocks.
+    group = sequence * 4 + 2 * ~hot + ~blocks.resident
+    order = np.lexsort((blocks.index, -worth(blocks), group))
     first = np.cumsum(counts) - counts
     owner = sequence[order]
     place = np.arange(1, len(order) + 1) - first[owner]
