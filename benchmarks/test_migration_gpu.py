@@ -199,6 +199,7 @@ class Pair:
         self.running = Sequence(self.manager, TOKENS)
         self.others = [Sequence(self.manager, TOKENS), Sequence(self.manager, TOKENS // 2)]
         self.manager.place(self.others[0].batch, lambda *_: False)
+        self.manager.place(self.others[1].batch, lambda *_: True)
         self.manager.place(self.running.batch, lambda _, __, i: kind == "hot" or i % 2 == 0)
         self.running.capture(weights)
         self.flood = Flood(*self.others)

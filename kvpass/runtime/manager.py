@@ -100,15 +100,8 @@ class Manager(OfThisProcess):
         self.columns = Columns(self._batches)
         self._lock = HostLock(self.device)
         link = LinkRate()
-        pacer = pacer_for(self.columns, link, self._lock)
-        self.mover = Mover(
-            self.tiers,
-            copier_for(self.device, pacer),
-            self.counters,
-            self.columns,
-            config.memory,
-            link,
-        )
+        copier = copier_for(self.device, pacer_for(self.columns, link, self._lock))
+        self.mover = Mover(self.tiers, copier, self.counters, self.columns, config.memory, link)
         self._reserver = Reserver(
             self.tiers, self.mover, self.counters, self._batches, config.memory.resident_tokens
         )

@@ -84,6 +84,8 @@ class Mover:
         self.retries = Retries()
         self.min_frequency = memory.min_frequency
         self.hot_zone_ratio = memory.hot_zone_ratio
+        self._interval = memory.heat_interval
+        self._decided_at = 0
         self.threshold = policy.Threshold(memory.gpu_threshold)
         self._moves: list[Move] = []
         self._backlog: OrderedDict[Block, None] = OrderedDict()
@@ -268,6 +270,10 @@ class Mover:
     def rebalance(self) -> None:
         """What the policy decides at the end of a window: zones, demotions, promotions."""
         columns = self.columns
+        since = self.counters.steps - self._decided_at
+        if not policy.pays(since, columns.live, self._interval):
+            return
+        self._decided_at = self.counters.steps
         bounces = 0
         for size in self.tiers.sizes:
             ids = columns.owned(size)

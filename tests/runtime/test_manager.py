@@ -21,6 +21,7 @@ from kvpass.errors import (
     OutOfMemoryError,
     ShapeError,
 )
+from kvpass.runtime import policy
 from kvpass.runtime.batch import Batch
 from kvpass.runtime.geometry import BlockGeometry
 from kvpass.runtime.manager import Manager
@@ -477,3 +478,18 @@ def test_a_forked_child_cannot_write_into_its_parents_blocks():
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 17
     driver.check()
+
+
+def test_decisions_wait_while_there_are_too_many_blocks_for_the_steps_since_the_last(monkeypatch):
+    monkeypatch.setattr(policy.heat, "BLOCKS_A_STEP", 0.1)  # 10 steps a block
+    driver = Driver(layers=1, hot="1MiB", heat_interval=4, min_frequency=0.0)
+    driver.append(8 * BLOCK)
+    driver.manager.settle()
+    driver.manager.place(driver.batch, lambda *_: False)
+    before, price = driver.manager.counters.steps, int(policy.price(8))
+    while not driver.manager.counters.loaded_blocks and driver.manager.counters.steps < 2 * price:
+        driver.append(1)
+        driver.manager.settle()
+    waited = driver.manager.counters.steps - before
+    blocks = len(driver.batch.blocks[0][0])
+    assert abs(waited - policy.price(blocks)) <= 4, "a window is 4 steps"

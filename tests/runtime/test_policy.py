@@ -369,6 +369,12 @@ def test_windows_of_many_blocks_are_longer_because_deciding_takes_time(blocks, s
     assert policy.next_window(1, 1.0, 64, blocks) == 2, "they grow to it after a prompt"
 
 
+def test_a_decision_on_more_blocks_than_a_window_pays_for_waits_for_other_sequences():
+    assert policy.pays(0, 54_900, 64), "64 steps pay for it: each window has one"
+    many = 262_144  # 64 sequences of 32k tokens and 32 layers
+    assert not policy.pays(294, many, 64) and policy.pays(295, many, 64)
+
+
 def test_residents_yield_to_blocks_that_are_accessed():
     assert policy.resident_cap(1000, 10) == 50, "half of the arena"
     assert policy.resident_cap(1000, 10, used=800) == 20, "what the others leave"

@@ -13,6 +13,8 @@ from kvpass.runtime.policy.heat import (
     next_heat,
     next_rate,
     next_window,
+    pays,
+    price,
     worth,
 )
 from kvpass.runtime.policy.order import coldest, coldest_first
@@ -40,14 +42,16 @@ __all__ = [
     "next_heat",
     "next_protected",
     "next_rate",
+    "next_window",
     "over_share",
+    "pays",
     "place",
     "plan",
+    "price",
     "promotions",
     "resident_blocks",
     "resident_cap",
     "residents",
     "victims",
-    "next_window",
     "worth",
 ]

@@ -34,6 +34,25 @@ MISSES = 0.0005
 """Share of accesses to cold blocks above which the next window is shorter."""
 
 
+def price(blocks: int) -> int:
+    """Decode steps that pay for a decision on ``blocks``."""
+    return STEPS_A_DECISION - -blocks // BLOCKS_A_STEP
+
+
+def pays(steps: int, blocks: int, interval: int) -> bool:
+    """Whether a decision may be taken now.
+
+    Every sequence has its own windows, and a decision concerns the blocks of all of them: where
+    there are so many that a full window does not pay for it, it waits until steps of any do.
+
+    Args:
+        steps: of all sequences since the last decision.
+        blocks: of all sequences.
+        interval: steps in a full window.
+    """
+    return price(blocks) <= interval or steps >= price(blocks)
+
+
 def next_window(steps: int, missed: float, interval: int, blocks: int) -> int:
     """Decode steps in the window after one.
 
@@ -48,8 +67,7 @@ def next_window(steps: int, missed: float, interval: int, blocks: int) -> int:
         interval: steps in a full window.
         blocks: blocks to decide on.
     """
-    affordable = STEPS_A_DECISION - -blocks // BLOCKS_A_STEP
-    shortest = min(max(interval // SHORTEST, affordable), interval)
+    shortest = min(max(interval // SHORTEST, price(blocks)), interval)
     if missed > MISSES or not steps:
         return max(steps // 2, min(shortest, 2 * steps), 1)
     return min(2 * steps, interval)
