@@ -81,9 +81,8 @@ class LinkRate:
     def note(self, move: Move) -> float:
         """Take a finished copy into account; returns its seconds."""
         seconds = move.seconds
-        if seconds > 0:
-            rate = move.size / seconds
-            setattr(self, move.kind, max(getattr(self, move.kind), rate))
+        if seconds > 0 and (rate := move.size / seconds) > getattr(self, move.kind):
+            setattr(self, move.kind, rate)
         return seconds
 
 

@@ -93,10 +93,6 @@ class Slot:
         self.address: int = self.raw.data_ptr()
         self.fences: list[Any] = []
 
-    def __lt__(self, other: Slot) -> bool:
-        """Order of addresses within a slab, from the last to the first."""
-        return self.index > other.index
-
 
 class Slab:
     """Memory of one allocation, divided into slots.
@@ -105,7 +101,8 @@ class Slab:
         arena: whose it is.
         raw: uint8 ``[size]``.
         slots: all its slots.
-        free: those not in use, the one with the lowest address last.
+        free: positions of those not in use, each as its complement, ascending: the slot with the
+            lowest address comes last.
         closed: hands out no more slots, so that it can be given back once those in use are free.
     """
 
@@ -116,7 +113,7 @@ class Slab:
         self.raw = raw
         self.size = size
         self.slots = [Slot(arena, self, i) for i in range(count)]
-        self.free = self.slots[::-1]
+        self.free = [~i for i in range(count - 1, -1, -1)]
         self.closed = False
 
     @property
@@ -124,12 +121,18 @@ class Slab:
         """No slot is in use."""
         return len(self.free) == len(self.slots)
 
+    @property
+    def in_use(self) -> list[Slot]:
+        """Slots that hold something."""
+        free = set(self.free)
+        return [slot for slot in self.slots if ~slot.index not in free]
+
     def drop(self) -> None:
         """Let go of the memory now: slots and slab refer to each other."""
         for slot in self.slots:
             del slot.raw
         del self.raw
-        self.slots = self.free = []
+        self.slots, self.free = [], []
 
 
 class Arena:
@@ -174,7 +177,7 @@ class Arena:
         self.budget.used += self.slot_bytes
         self.free_slots -= 1
         self.used_slots += 1
-        slot = slab.free.pop()
+        slot = slab.slots[~slab.free.pop()]
         self.budget.emptied.pop(slab, None)
         if not slab.free:
             del self._open[slab]
@@ -189,7 +192,7 @@ class Arena:
     def free(self, slot: Slot) -> None:
         """Take a slot back; gives a slab back when it is empty and others have room."""
         slab = slot.slab
-        bisect.insort(slab.free, slot)
+        bisect.insort(slab.free, ~slot.index)
         self.used_slots -= 1
         if not slab.closed:
             self.free_slots += 1

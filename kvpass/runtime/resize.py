@@ -181,12 +181,10 @@ class Resizer:
             if (slot := block.hot if tier == "hot" else block.cold) is not None
         }
         for slab in closed:
-            free = set(map(id, slab.free))
-            for slot in slab.slots:
+            for slot in slab.in_use:
                 block = users.get(id(slot))
-                if id(slot) in free or block is None or not _idle(block):
-                    continue
-                self._leave(block, slot, tier)
+                if block is not None and _idle(block):
+                    self._leave(block, slot, tier)
 
     def _leave(self, block: Block, slot: Slot, tier: Tier) -> None:
         """Take a block out of a closed slab, if there is anywhere to go."""

@@ -103,8 +103,7 @@ def _check_slots(manager: Manager, blocks: list[Block]) -> None:
         used: set[int] = set()
         for arena in arenas:
             for slab in arena.slabs:
-                free = set(map(id, slab.free))
-                used |= {id(slot) for slot in slab.slots if id(slot) not in free}
+                used |= set(map(id, slab.in_use))
         lost = used - set(map(id, held))
         assert not lost, f"{len(lost)} {tier} slots leaked"
         assert set(map(id, held)) <= used, f"a {tier} slot in use counts as free"
@@ -121,7 +120,7 @@ def _check_arenas(manager: Manager) -> None:
         for arena in arenas:
             assert arena.free_slots == sum(len(s.free) for s in arena.slabs if not s.closed)
             for slab in arena.slabs:
-                assert len(set(map(id, slab.free))) == len(slab.free), "a slot is free twice"
+                assert len(set(slab.free)) == len(slab.free), "a slot is free twice"
                 assert len(slab.free) <= len(slab.slots)
 
 
