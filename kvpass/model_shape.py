@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,10 @@ def read_shape(model: str) -> ModelShape:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
+        close = difflib.get_close_matches(model.strip().lower(), KNOWN, n=1, cutoff=0.5)
+        hint = f" (nearest: {close[0]})" if close else ""
         raise ConfigError(
-            f"--model {model!r}: no shape of that name, and {path} cannot be read "
+            f"--model {model!r}: no shape of that name{hint}, and {path} cannot be read "
             f"({error.strerror}); give one of {', '.join(KNOWN)}, a Hugging Face folder, or a "
             "config.json"
         ) from None

@@ -13,8 +13,9 @@ from kvpass.warn import warn_user
 _DECIMAL = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _BINARY = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _UNITS = _DECIMAL | _BINARY
-_PATTERN = re.compile(r"([+-]?)(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)", re.ASCII)
+_PATTERN = re.compile(r"([+-]?)(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
 _MAX = 2**63 - 1  # sizes and offsets are int64 on the device
+_BOUNDS = "a size is between 1 byte and 2^63 - 1 bytes"
 
 
 def parse_size(value: object) -> int:
@@ -37,7 +38,7 @@ def parse_size(value: object) -> int:
         except TypeError:
             raise _bad(value, f"a {type(value).__name__} is not a size") from None
     if not 1 <= size <= _MAX:
-        raise _bad(value, "a size is between 1 byte and 2^63 - 1 bytes")
+        raise _bad(value, _BOUNDS)
     return size
 
 
@@ -94,17 +95,19 @@ def warn_of_small_hot(hot: int, needed: int) -> None:
 
 
 def _parse_text(text: str) -> int:
-    match = _PATTERN.fullmatch(text.strip().lower())
+    match = _PATTERN.fullmatch(text.strip())
     if match is None:
         raise _bad(text, "not a number with a unit")
-    sign, number, unit = match.groups()
+    sign, number, written = match.groups()
+    if sign == "-":
+        raise _bad(text, _BOUNDS)
+    unit = written.lower()
     if not unit:
         raise _bad(text, "the unit is missing")
     if unit not in _UNITS:
         hint = f", did you mean {unit.upper()}iB?" if f"{unit}ib" in _BINARY else ""
-        raise _bad(text, f"unknown unit {unit!r}{hint}")
-    size = int(Fraction(number.rstrip(".")) * _UNITS[unit])
-    return -size if sign == "-" else size
+        raise _bad(text, f"unknown unit {written!r}{hint}")
+    return int(Fraction(number.rstrip(".")) * _UNITS[unit])
 
 
 def _bad(value: object, why: str) -> ConfigError:

@@ -14,7 +14,9 @@ def command(
     tokens: Annotated[
         int, typer.Option(help="Tokens of the document to read, at least 512.", min=512)
     ] = 4100,
-    new_tokens: Annotated[int, typer.Option(help="Tokens to generate.", min=2)] = 96,
+    new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", help="Tokens to generate.", min=2)
+    ] = 96,
     share: Annotated[
         float, typer.Option(help="Share of the KV cache in the hot tier.", min=0.02, max=1.0)
     ] = 0.25,

@@ -33,9 +33,13 @@ def command(
     from dataclasses import asdict
 
     from kvpass.config import Config
+    from kvpass.errors import ConfigError
     from kvpass.runtime.simulate import compare, hot_slots
     from kvpass.runtime.trace import load_trace
 
+    for path in traces:
+        if not path.is_file():
+            raise ConfigError(f"TRACE {str(path)!r}: no such file; check the path")
     memory = Config.load().memory
     loaded = [load_trace(path) for path in traces]
     sizes = hot or ["25%", "50%"]

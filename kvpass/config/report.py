@@ -55,7 +55,9 @@ def _row(config: Config, option: str, value: Any, became: int | str | None) -> O
     written = config.written(option)
     source = "default" if written is None else written.origin
     if value == "auto" and became is not None:
-        return OptionRow(option, became, f"auto: {_text(option, became)}", source, _meaning(option))
+        # What is free now is nothing to write down exactly; the report as data has the bytes.
+        text = format_size(became) if isinstance(became, int) else became
+        return OptionRow(option, became, f"auto: {text}", source, _meaning(option))
     return OptionRow(option, _plain(value), _text(option, value), source, _meaning(option))
 
 

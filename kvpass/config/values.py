@@ -113,7 +113,7 @@ def _writable_directory(value: object) -> Path | None:
 
 def _multiple_of_32(value: int) -> int:
     if not 32 <= value <= 4096 or value % 32:
-        raise ValueError("write a multiple of 32 (tokens of a page) between 32 and 4096")
+        raise ValueError("write tokens, a multiple of 32 between 32 and 4096")
     return value
 
 

@@ -20,7 +20,7 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
 @pytest.mark.checkpoint
 def test_demo_shows_identical_tokens_and_moves(capsys):
     code, out, _ = run(
-        capsys, "demo", "--tokens", "1100", "--new-tokens", "40", "--inner", "eager",
+        capsys, "demo", "--tokens", "1100", "--max-new-tokens", "40", "--inner", "eager",
         "--share", "0.4",
     )  # fmt: skip
     assert code == 0, out

@@ -62,7 +62,7 @@ def test_the_committed_table_is_what_the_traces_give(capsys):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["simulate", "nowhere.npz"], 1, "nowhere.npz"),
+        (["simulate", "nowhere.npz"], 2, "nowhere.npz"),
         (["simulate", str(TRACES / "README.md")], 1, "no trace"),
         (["simulate", str(TRACES / "law.npz"), "--hot", "1KiB"], 2, "--hot '1KiB'"),
         (["simulate", str(TRACES / "law.npz"), "--hot", "false"], 2, "--hot 'false'"),

@@ -44,7 +44,9 @@ def test_sizes_that_are_read(text: str | int, size: int) -> None:
     [
         ("10", "unit is missing"),
         ("10 apples", "unknown unit 'apples'"),
-        ("64M", "unknown unit 'm'"),
+        ("64M", "unknown unit 'M'"),
+        ("64gibB", "unknown unit 'gibB'"),
+        ("-1", "between 1 byte"),
         ("", "not a number"),
         ("GiB", "not a number"),
         ("1e3MB", "not a number"),
