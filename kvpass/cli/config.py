@@ -28,11 +28,13 @@ def command(
     """Check a YAML file and the KVPASS_ variables; exits with 2 where one does not fit."""
     from kvpass.config import Config
     from kvpass.config.report import report
+    from kvpass.runtime.tiers import check_hot
 
     options = Config.load(config)
+    check_hot(options.memory.hot)
     if not show and not as_json:
         count = sum(options.written(option) is not None for option in options.flat())
-        print(f"valid: {count} options set; --show prints all of them")
+        print(f"valid: {count} option{'s' * (count != 1)} set; --show prints all of them")
         return
     rows = report(options, resolve_auto(options))
     if as_json:

@@ -58,6 +58,19 @@ class Written:
         return f"{self.name} = {self.value!r}"
 
 
+def _unknown(written: Written, advice: str) -> str:
+    """The message for a name that no option has."""
+    value, source = written.value, written.source
+    if isinstance(value, Mapping):  # of a group of that name
+        inner = [each for each in value.values() if isinstance(each, Written)]
+        source = source or (inner[0].source if inner else "")
+        value = {
+            key: each.value if isinstance(each, Written) else each for key, each in value.items()
+        }
+    where = f" of {source}" if source else ""
+    return f"unknown option {written.name!r}{where} (value {value!r}): {advice}"
+
+
 @dataclass(frozen=True)
 class Names:
     """The names that options have.
@@ -99,10 +112,7 @@ class Names:
             written = value if isinstance(value, Written) else Written(name, value, source)
             option = known.get(name) or self._family_option(name, written)
             if option is None:
-                raise ConfigError(
-                    f"unknown option {written.name!r} (value {written.value!r}): "
-                    f"{self._nearest(name)}"
-                )
+                raise ConfigError(_unknown(written, self._nearest(name)))
             if option not in flat:
                 flat[option] = written
             elif not (option in ALIASES.values() and _same(flat[option].value, written.value)):
@@ -188,14 +198,18 @@ class Names:
         if option not in FamilyConfig.model_fields:
             close = difflib.get_close_matches(option, FamilyConfig.model_fields, n=1)
             advice = f"did you mean {close[0]!r}?" if close else ""
+            fields = ", ".join(FamilyConfig.model_fields)
             raise ConfigError(
-                f"unknown option {name!r} (value {written.value!r}): "
-                f"{advice or 'a family has ' + ', '.join(FamilyConfig.model_fields)}"
+                _unknown(replace(written, name=name), advice or f"a family has {fields}")
             )
         return f"{FAMILIES}.{family}.{option}"
 
     def _nearest(self, name: str) -> str:
-        close = difflib.get_close_matches(name.lower(), [*self.known, FAMILIES], n=1, cutoff=0.6)
+        last = name.lower().rpartition(".")[2]
+        if last in self.short:  # in the wrong group
+            return f"did you mean {self.short[last]!r}?"
+        names = [*self.known, *self.groups, FAMILIES]
+        close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.6)
         if close:
             return f"did you mean {close[0]!r}?"
         return f"the options are {', '.join(self.short)}, and {FAMILIES}.<family>.<option>"

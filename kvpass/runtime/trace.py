@@ -121,7 +121,9 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
             f"trace {name!r} cannot be read ({error.strerror or error}): check the path"
         ) from None
     except (ValueError, KeyError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
-        raise TraceError(f"{name!r} is no trace, or a damaged one: {error}; {_RECORD}") from None
+        # NumPy's own words for a foreign file advise to load it unsafely.
+        why = "" if "pickle" in str(error) else f": {error}"
+        raise TraceError(f"{name!r} is no trace, or a damaged one{why}; {_RECORD}") from None
     except Exception as error:  # zlib.error and struct.error of damaged members
         raise TraceError(f"trace {name!r} is damaged: {error}; {_RECORD}") from None
     if not isinstance(header, dict) or header.get("format") != FORMAT:

@@ -226,6 +226,8 @@ def test_every_option_is_accepted_by_its_full_and_its_short_name() -> None:
     ("options", "message"),
     [
         ({"hott": 1}, r"unknown option 'hott' \(value 1\): did you mean 'hot'"),
+        ({"fairnes": {"qos": 0.5}}, r"'fairnes' \(value {'qos': 0.5}\): did you mean 'fairness'"),
+        ({"memory": {"qos": 0.5}}, r"'memory.qos' \(value 0.5\): did you mean 'fairness.qos'"),
         ({"memory": {"bloc_size": 32}}, r"'memory.bloc_size'.*did you mean 'memory.block_size'"),
         ({"iner": "eager"}, "did you mean 'inner'"),
         ({"zzz": 1}, "the options are block_size, hot"),

@@ -245,7 +245,7 @@ def test_the_command_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         "valid: 3 options set; --show prints all of them\n",
     )
     code, out, err = run(capsys, "--config", str(write(tmp_path, "hot: 10")))
-    assert (code, out) == (0, "valid: 1 options set; --show prints all of them\n")
+    assert (code, out) == (0, "valid: 1 option set; --show prints all of them\n")
     code, out, err = run(capsys, "--config", str(write(tmp_path, "hto: 10MiB")))
     assert (code, out) == (2, "")
     assert "did you mean 'hot'" in err
