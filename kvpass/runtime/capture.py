@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
 
 import torch
 
@@ -44,49 +43,19 @@ def ignore_captures(device: torch.device) -> None:
         _exchange(THREAD_LOCAL)
 
 
-class HostLock:
-    """A reentrant lock; on a GPU its holder does not disturb captures of other threads."""
+class Uncaptured:
+    """A block of code that does not disturb captures of other threads; may be nested."""
 
     def __init__(self, device: torch.device) -> None:
-        self._lock = threading.RLock()
         self._modes: list[int] = []
-        self._owner: int | None = None
-        self._depth = 0
         self._captures = _has_captures(device)
 
-    def __enter__(self) -> HostLock:
-        """Lock, then ignore captures of other threads."""
-        self._lock.acquire()
-        self._owner = threading.get_ident()
-        self._depth += 1
+    def __enter__(self) -> None:
+        """Ignore captures of other threads."""
         if self._captures:
-            try:
-                self._modes.append(_exchange(THREAD_LOCAL))
-            except BaseException:
-                self._unlock()
-                raise
-        return self
-
-    @property
-    def held(self) -> bool:
-        """Whether any thread holds it."""
-        return self._owner is not None
-
-    @property
-    def mine(self) -> bool:
-        """Whether the calling thread holds it."""
-        return self._owner == threading.get_ident()
-
-    def _unlock(self) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self._owner = None
-        self._lock.release()
+            self._modes.append(_exchange(THREAD_LOCAL))
 
     def __exit__(self, *_: object) -> None:
-        """Restore the mode of this thread, then unlock."""
-        try:
-            if self._captures:
-                _exchange(self._modes.pop())
-        finally:
-            self._unlock()
+        """Restore the mode of this thread."""
+        if self._captures:
+            _exchange(self._modes.pop())

@@ -27,8 +27,10 @@ def stop_at_exit(thread: threading.Thread, stop: Callable[[], None]) -> None:
         thread: a daemon thread.
         stop: tells it to end soon; must not wait.
     """
-    if not _running:
-        atexit.register(_stop)  # anew each time: what is registered last runs first
+    if not any(each.is_alive() for each in list(_running)):
+        # Anew: what is registered last runs first.
+        atexit.unregister(_stop)
+        atexit.register(_stop)
     _running[thread] = stop
 
 

@@ -17,10 +17,15 @@ consumer waiting for its lock. They cannot be overtaken."""
 
 
 class Lane:
-    """A stream, and what is launched on it. Used by one thread."""
+    """A stream, and what is launched on it. Used by one thread.
+
+    Attributes:
+        arrived: moves whose bytes have arrived, since the beginning.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
+        self.arrived = 0
         self._launched: list[tuple[Sequence[Move], Any]] = []
 
     def launch(self, piece: Sequence[Move], passed: Passed) -> bool:
@@ -59,31 +64,30 @@ class Lane:
         self._launched.append((piece, end))
         return True
 
-    def collect(self) -> int:
-        """Account for the pieces that have arrived; returns the number of their moves."""
-        arrived = 0
+    def collect(self) -> None:
+        """Account for the pieces that have arrived."""
         while self._launched and self._launched[0][1].query():
-            arrived += len(self._launched.pop(0)[0])
-        return arrived
+            self._account()
 
-    def make_room(self, size: int) -> int:
-        """Wait until ``size`` more bytes may be launched; returns the moves that arrived."""
-        arrived = self.collect()
+    def _account(self) -> None:
+        self.arrived += len(self._launched.pop(0)[0])
+
+    def make_room(self, size: int) -> None:
+        """Wait until ``size`` more bytes may be launched."""
+        self.collect()
         while self._launched and (
             size + sum(m.size for piece, *_ in self._launched for m in piece) > LAUNCHED_BYTES
         ):
             self._launched[0][1].synchronize()
-            arrived += self.collect()
-        return arrived
+            self._account()
 
-    def abandon(self) -> int:
-        """Ask no more about what was launched; returns the number of its moves."""
-        count = sum(len(piece) for piece, _ in self._launched)
-        self._launched.clear()
-        return count
+    def abandon(self) -> None:
+        """Ask no more about what was launched: it counts as arrived."""
+        while self._launched:
+            self._account()
 
-    def drain(self) -> int:
-        """Wait for everything launched; returns the moves that arrived."""
+    def drain(self) -> None:
+        """Wait for everything launched."""
         if self._launched:
             self._launched[-1][1].synchronize()
-        return self.collect()
+        self.collect()

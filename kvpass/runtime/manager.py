@@ -33,8 +33,8 @@ from kvpass.errors import (
 )
 from kvpass.runtime import observe, pressure, roster
 from kvpass.runtime.batch import Batch, Block
-from kvpass.runtime.capture import HostLock
 from kvpass.runtime.columns import Columns
+from kvpass.runtime.critical import Section
 from kvpass.runtime.heat import learn
 from kvpass.runtime.metrics import Counters, LinkRate, Snapshot
 from kvpass.runtime.migrate import copier_for
@@ -98,9 +98,9 @@ class Manager(OfThisProcess):
         self.tiers = Tiers(config, self.device)
         self._batches: list[Batch] = []
         self.columns = Columns(self._batches)
-        self._lock = HostLock(self.device)
+        self._section = Section(self.device)
         link = LinkRate()
-        copier = copier_for(self.device, pacer_for(self.columns, link, self._lock))
+        copier = copier_for(self.device, pacer_for(self.columns, link, self._section))
         self.mover = Mover(self.tiers, copier, self.counters, self.columns, config.memory, link)
         self._reserver = Reserver(
             self.tiers, self.mover, self.counters, self._batches, config.memory.resident_tokens
@@ -137,7 +137,7 @@ class Manager(OfThisProcess):
             ConfigError: an option of the family does not fit this many layers.
         """
         self.check_process()
-        with self._lock:
+        with self._section.lock, self._section.whole:
             self._bury()
             batch = Batch(
                 self.tables, size, layers, self.config.memory.block_size, tokens,
@@ -174,7 +174,7 @@ class Manager(OfThisProcess):
         """
         if not self.usable:
             return
-        with self._lock:
+        with self._section.lock, self._section.whole:
             if batch.released:
                 return
             if batch.active is not None:
@@ -203,11 +203,13 @@ class Manager(OfThisProcess):
             CacheStateError: the batch was released, or is in a step on another thread.
             OutOfMemoryError: no tier has room; nothing was appended.
         """
-        self.begin(batch, tokens, layers)
+        outer = len(batch.steps)
         try:
+            self.begin(batch, tokens, layers)
             yield batch.rows
         except BaseException:
-            self.abort(batch)
+            if len(batch.steps) > outer:  # an interrupt may come when it has begun
+                self.abort(batch)
             raise
         self.commit(batch, tokens, layers)
 
@@ -215,7 +217,7 @@ class Manager(OfThisProcess):
     def begin(self, batch: Batch, tokens: int, layers: Sequence[int]) -> None:
         """First half of :meth:`step`."""
         self.check_process()
-        with self._lock:
+        with self._section.lock, self._section.whole:
             self._bury()
             self._check(batch)
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -264,13 +266,13 @@ class Manager(OfThisProcess):
 
     def abort(self, batch: Batch) -> None:
         """End a step that failed: nothing it appended counts."""
-        with self._lock:
+        with self._section.lock, self._section.whole:
             self._end(batch)
 
     @ranged("kvpass::commit")
     def commit(self, batch: Batch, tokens: int, layers: Sequence[int]) -> None:
         """Second half of :meth:`step`: the new tokens count from here on."""
-        with self._lock:
+        with self._section.lock, self._section.whole:
             self._end(batch)
             full = [
                 block
@@ -333,17 +335,17 @@ class Manager(OfThisProcess):
             CapacityError: ``length`` is negative or more than is stored.
         """
         self.check_process()
-        with self._lock:
+        with self._section.lock, self._section.whole:
             self._idle(batch)
             stored = min((n for n in batch.lengths if n), default=0)
             if not 0 <= length <= stored:
                 raise CapacityError(f"crop to {length} tokens: the cache holds {stored}")
             for layer in range(batch.layers):
                 left = min(length, batch.lengths[layer])
-                keep = -(-left // batch.block_size)
-                for sequence in range(batch.size):
-                    self._reserver.drop(batch, layer, sequence, keep)
+                # First, so that no error leaves a layer longer than its blocks.
                 batch.lengths[layer] = left
+                for sequence in range(batch.size):
+                    self._reserver.drop(batch, layer, sequence, -(-left // batch.block_size))
 
     def fork(self, batch: Batch, sequences: Sequence[int], length: int | None = None) -> Batch:
         """A new batch of the given sequences; full blocks are shared, written ones copied on write.
@@ -360,7 +362,7 @@ class Manager(OfThisProcess):
             ShapeError: the batch has no such sequence.
         """
         self.check_process()
-        with self._lock:
+        with self._section.lock, self._section.whole:
             self._idle(batch)
             bad = [s for s in sequences if not 0 <= s < batch.size]
             if bad:
@@ -371,19 +373,26 @@ class Manager(OfThisProcess):
             new = self.new_batch(
                 len(sequences), batch.layers, max(lengths), None, batch.service.options
             )
-            new.geometries = list(batch.geometries)
-            new.retain(batch.retention)
-            new.ahead = batch.ahead
-            for layer in range(batch.layers):
-                for target, source in enumerate(sequences):
-                    for block in batch.blocks[layer][source][
-                        : -(-lengths[layer] // batch.block_size)
-                    ]:
-                        new.attach(layer, target, block)
-                        block.publish()
-            new.lengths = lengths
-            new.event = batch.event  # its first step may run on another stream
+            try:
+                self._share(batch, sequences, lengths, new)
+            except BaseException:
+                self.release(new)
+                raise
             return new
+
+    @staticmethod
+    def _share(batch: Batch, sequences: Sequence[int], lengths: list[int], new: Batch) -> None:
+        """Let ``new`` own the first blocks of sequences of ``batch`` too."""
+        new.geometries = list(batch.geometries)
+        new.retain(batch.retention)
+        new.ahead = batch.ahead
+        new.event = batch.event  # its first step may run on another stream
+        for layer, length in enumerate(lengths):
+            for target, source in enumerate(sequences):
+                for block in batch.blocks[layer][source][: -(-length // batch.block_size)]:
+                    new.attach(layer, target, block)
+                    block.publish()
+        new.lengths = lengths
 
     def _idle(self, batch: Batch) -> None:
         self._bury()
@@ -399,7 +408,7 @@ class Manager(OfThisProcess):
             ``[B, Hkv, length, Dk]`` and ``[B, Hkv, length, Dv]``.
         """
         self.check_process()
-        with self._lock:
+        with self._section.lock, self._section.whole:
             self._check(batch)
             # Inside a step, its begin and end order what is read and written.
             ordered = self.device.type == "cuda" and batch.active is None
@@ -430,7 +439,7 @@ class Manager(OfThisProcess):
         sizes = {tier: parse_size(size) for tier, size in given.items() if size is not None}
         check_hot(sizes.get("hot", "auto"), self.device)
         self.check_process()
-        with self._lock:
+        with self._section.lock, self._section.whole:
             self._bury()
             self._resizer.resize_all(sizes)
 
@@ -440,9 +449,9 @@ class Manager(OfThisProcess):
         What a step still uses follows when later steps begin. Does nothing inside the manager's own
         code: a tier that finds no memory takes what there is.
         """
-        if self._lock.mine or not self.usable:
+        if self._section.mine or not self.usable:
             return
-        with self._lock:
+        with self._section.lock, self._section.whole:
             before = self.tiers.hot.capacity
             self._resizer.relieve(size)
             after = self.tiers.hot.capacity
@@ -456,7 +465,7 @@ class Manager(OfThisProcess):
     def settle(self) -> None:
         """Wait for all copies in flight and account for them; for tests and measurements."""
         self.check_process()
-        with self._lock:
+        with self._section.lock, self._section.whole:
             self.mover.settle()
 
     def place(self, batch: Batch, hot: Callable[[int, int, int], bool]) -> None:
@@ -465,7 +474,7 @@ class Manager(OfThisProcess):
         For tests and measurements of placement; a block that finds no hot slot stays cold.
         """
         self.check_process()
-        with self._lock:
+        with self._section.lock, self._section.whole:
             self._idle(batch)
             self.mover.settle()
             chosen = [
@@ -484,7 +493,7 @@ class Manager(OfThisProcess):
     def snapshot(self) -> Snapshot:
         """Where the KV bytes are now, and what was done; the reading is consistent."""
         self.check_process()
-        with self._lock:
+        with self._section.lock, self._section.whole:
             self._bury()
             self.mover.collect()
             return observe.take(self, self._batches)

@@ -80,7 +80,7 @@ class ThreadCopier:
 
     def submit(self, move: Move) -> bool:
         """See :class:`Copier`."""
-        if self.depth() >= QUEUE_LIMIT:
+        if self._consumer.stopped or self.depth() >= QUEUE_LIMIT:
             return False
         if self._thread is None:
             thread = threading.Thread(
@@ -115,7 +115,6 @@ class Consumer:
 
     Attributes:
         inbox: moves, then None as the end.
-        finished: moves whose bytes have arrived, that failed or were cancelled.
     """
 
     def __init__(
@@ -125,7 +124,7 @@ class Consumer:
         pacer: Pacer | None = None,
     ) -> None:
         self.inbox = inbox
-        self.finished = 0
+        self._finished = 0
         self._device = device
         self._queues: dict[Kind, FairQueue[Move]] = {"store": FairQueue(), "load": FairQueue()}
         self._places: dict[tuple[int, int, int, int], Move] = {}
@@ -137,6 +136,16 @@ class Consumer:
         self._held = 0.0  # seconds for which all that waits has to
         self._ended = False
         self._stopped = False
+
+    @property
+    def finished(self) -> int:
+        """Moves whose bytes have arrived, that failed or were cancelled."""
+        return self._finished + sum(lane.arrived for lane in self._lanes.values())
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it takes no more moves."""
+        return self._stopped
 
     def stop(self) -> None:
         """End after the piece in hand, whatever waits. From any thread."""
@@ -150,6 +159,8 @@ class Consumer:
                 ignore_captures(self._device)
             while self._serve():
                 pass
+            if self._stopped:
+                self._call_off()
         except BaseException as error:  # a device that is lost: whoever waits must learn of it
             self._refuse(error)
 
@@ -167,9 +178,20 @@ class Consumer:
             self._piece = []
         elif self._ended:
             for lane in self._lanes.values():
-                self.finished += lane.drain()
+                lane.drain()
             return False
         return True
+
+    def _call_off(self) -> None:
+        """Nothing more is copied: whoever waits for what is left must not wait for ever."""
+        left = [move for waiting in self._queues.values() for move in waiting.clear()]
+        self._places.clear()
+        while not self.inbox.empty():
+            move = self.inbox.get()
+            left += [] if move is None else [move]
+        for move in left:
+            move.finish(error=Cancelled())
+        self._finished += len(left)
 
     def _refuse(self, error: BaseException) -> None:
         """Let every move fail, those that come later too."""
@@ -177,11 +199,12 @@ class Consumer:
         left += [move for waiting in self._queues.values() for move in waiting.clear()]
         self._places.clear()
         self._piece = []
-        self.finished += sum(lane.abandon() for lane in self._lanes.values())
+        for lane in self._lanes.values():
+            lane.abandon()
         while True:
             for move in left:
                 move.finish(error=error)
-            self.finished += len(left)
+            self._finished += len(left)
             left.clear()
             move_or_end = None if self._ended else self.inbox.get()
             if move_or_end is None:
@@ -192,11 +215,11 @@ class Consumer:
     def _receive(self) -> None:
         """Fetch what is in the inbox; wait for something when there is nothing to do."""
         for lane in self._lanes.values():
-            self.finished += lane.collect()
+            lane.collect()
         idle = not self._ended and not any(len(waiting) for waiting in self._queues.values())
         if idle:
             for lane in self._lanes.values():
-                self.finished += lane.drain()
+                lane.drain()
         while idle or self._held or not self.inbox.empty():
             try:
                 move = self.inbox.get(timeout=self._held or None)
@@ -236,7 +259,7 @@ class Consumer:
 
     def _too_early(self, kind: Kind, due: Sequence[Move]) -> bool:
         """Whether copies of a kind have had their share of the link for now."""
-        if kind == "store" or self._pacer is None or self._ended:
+        if kind == "store" or self._pacer is None or self._ended or waiters:
             return False
         self._held = min(self._pacer.delay(sum(head.weight for head in due)), MAX_HELD)
         return self._held > 0
@@ -274,22 +297,25 @@ class Consumer:
         return [*reversed(before), head, *run(1, limit - 1 - len(before))]
 
     def _copy(self, piece: list[Move]) -> None:
-        begun = [move for move in piece if not move._cancelled]
+        begun: list[Move] = []
         for move in piece:
-            if move._cancelled:
+            # Asked once: whoever calls it off later finds it made.
+            if move.called_off:
                 move.finish(error=Cancelled())
-        self.finished += len(piece) - len(begun)
+                self._finished += 1
+            else:
+                begun.append(move)
         if not self._lanes:
             for run in runs_of(begun):
                 copy_on_host(run)
-            self.finished += len(begun)
+                self._finished += len(run)
         elif begun:
             lane, size = self._lanes[begun[0].kind], sum(move.size for move in begun)
-            self.finished += lane.make_room(size)
+            lane.make_room(size)
             if self._pacer is not None and begun[0].kind == "load":
                 self._pacer.charge(size)
             if not lane.launch(begun, self._passed):
-                self.finished += len(begun)
+                self._finished += len(begun)
 
 
 def copier_for(device: torch.device, pacer: Pacer) -> Copier:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -50,6 +51,9 @@ class _Waiters:
 
 waiters = _Waiters()
 """Who waits for any copy of the process."""
+
+# A thread of the parent may have been about to wait, or to tell.
+os.register_at_fork(after_in_child=waiters.__init__)  # type: ignore[misc]
 
 
 class Passed:
@@ -162,6 +166,11 @@ class Move:
     def cancel(self) -> None:
         """Call the copy off unless it has begun; it is done soon either way."""
         self._cancelled = True
+
+    @property
+    def called_off(self) -> bool:
+        """Whether somebody asked not to make it."""
+        return self._cancelled
 
     @property
     def cancelled(self) -> bool:

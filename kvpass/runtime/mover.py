@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -155,20 +155,21 @@ class Mover:
     @ranged("kvpass::publish")
     def collect(self) -> None:
         """Account for copies that are done; publish what they moved."""
-        moves, self._moves = deque(self._moves), []
         passed: dict[int, bool] = {}  # a piece has one event for all its moves
+        moves, left = self._moves, []
+        at = 0
         try:
-            while moves:
-                move = moves.popleft()
+            for move in moves:
                 key = id(move.event)
                 if move.event is None or key not in passed:
                     passed[key] = move.done()
+                at += 1
                 if not passed[key] or in_step(move.block):
-                    self._moves.append(move)
+                    left.append(move)
                 else:
                     self._account(move)
         finally:
-            self._moves += moves
+            self._moves = left + moves[at:]
 
     def _account(self, move: Move) -> None:
         block: Block = move.block
@@ -345,6 +346,11 @@ class Mover:
         slot.fences.extend(events_of(block))
         self._backlog[block] = None
         return slot
+
+    def store_again(self, block: Block) -> None:
+        """A full block has lost its cold copy: make another one when there is room."""
+        if block.full and block.cold is None:
+            self._backlog[block] = None
 
     def forget_cold(self, block: Block) -> None:
         """Give up the cold copy of a block that is hot too, until there is room again."""

@@ -19,8 +19,8 @@ from kvpass.runtime.metrics import LinkRate
 
 if TYPE_CHECKING:
     from kvpass.runtime.batch import Batch
-    from kvpass.runtime.capture import HostLock
     from kvpass.runtime.columns import Columns
+    from kvpass.runtime.critical import Section
 
 BACKGROUND = 0.25
 """Weight of a copy beside that of a reader of the same sequence: one saves time later, the other
@@ -123,7 +123,7 @@ class Pacer:
         self._owed += size
 
 
-def pacer_for(columns: Columns, link: LinkRate, lock: HostLock) -> Pacer:
+def pacer_for(columns: Columns, link: LinkRate, section: Section) -> Pacer:
     """What paces the copies of a manager; the engine's thread must not keep its blocks alive."""
     known = weakref.ref(columns)
 
@@ -131,4 +131,4 @@ def pacer_for(columns: Columns, link: LinkRate, lock: HostLock) -> Pacer:
         found = known()
         return () if found is None else found.batches
 
-    return Pacer(batches, link, busy=lambda: lock.held)
+    return Pacer(batches, link, busy=lambda: section.held)

@@ -215,6 +215,7 @@ class Resizer:
         setattr(block, source, None)
         setattr(block, target, slot)
         block.publish()
+        self.mover.store_again(block)
         self.tiers.free(old, [event, *waiting])
 
     def _copy(self, block: Block, old: Slot, slot: Slot, waiting: list[Any]) -> Any:
