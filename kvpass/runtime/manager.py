@@ -45,7 +45,7 @@ from kvpass.runtime.ranges import ranged
 from kvpass.runtime.reserve import Reserver
 from kvpass.runtime.resize import Resizer
 from kvpass.runtime.table import tables_for
-from kvpass.runtime.tiers import Tier, Tiers, check_hot
+from kvpass.runtime.tiers import Tier, Tiers
 from kvpass.sizes import format_size, parse_size
 from kvpass.tuning import tune
 from kvpass.warn import warn_user
@@ -63,7 +63,8 @@ class Manager(OfThisProcess):
         **options: keys of :class:`kvpass.Config`, e.g. ``hot="16GiB"``; not beside ``config``.
 
     Raises:
-        ConfigError: an option is unknown or out of range, or given beside ``config``.
+        ConfigError: an option is unknown or out of range, or given beside ``config``, or the
+            machine cannot hold the tiers.
 
     Attributes:
         before_step: called with the manager and the batch when a step begins, before blocks are
@@ -422,16 +423,16 @@ class Manager(OfThisProcess):
             cold: size of the cold arena, likewise.
 
         Raises:
-            ConfigError: not a size, or more than the device has.
+            ConfigError: not a size, or more than the device has, or the host has left for cold.
             OutOfMemoryError: the other tier has no room for what has to leave; this one stays as
                 it was.
         """
         given: dict[Tier, int | str | None] = {"hot": hot, "cold": cold}
         sizes = {tier: parse_size(size) for tier, size in given.items() if size is not None}
-        check_hot(sizes.get("hot", "auto"), self.device)
         self.check_process()
         with self._lock:
             self._bury()
+            self.tiers.check(sizes)
             self._resizer.resize_all(sizes)
 
     def relieve(self, size: int) -> None:
