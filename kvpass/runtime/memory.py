@@ -79,7 +79,7 @@ class PinnedMemory:
         except RuntimeError as error:
             raise OutOfMemoryError(
                 f"the driver refused to pin {format_size(size)} of host memory: {error}; "
-                "lower cold, or raise the limit of locked memory (ulimit -l)"
+                "lower cold, or free host memory"
             ) from error
 
 

@@ -156,6 +156,17 @@ def test_pinned_memory_is_asked_for_in_powers_of_two_within_the_budget(slot):
     assert budget.used >= 0.4 * budget.capacity
 
 
+def test_a_driver_that_refuses_to_pin_is_quoted_with_what_helps(monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(memory.torch, "empty", refuse)
+    words = "refused to pin 4 KiB of host memory: CUDA error: out of memory; lower cold, or free"
+    with pytest.raises(OutOfMemoryError, match=words) as caught:
+        memory.PinnedMemory().slab(4096)
+    assert "ulimit" not in str(caught.value), "CUDA does not count what it pins as locked"
+
+
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
