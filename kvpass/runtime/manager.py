@@ -182,8 +182,7 @@ class Manager(OfThisProcess):
                 self._dead.append(batch)
                 return
             for layer in range(batch.layers):
-                for sequence in range(batch.size):
-                    self._reserver.drop(batch, layer, sequence, 0)
+                self._reserver.trim(batch, layer, 0)
             batch.release_rows()
             self._batches.remove(batch)
 
@@ -237,9 +236,6 @@ class Manager(OfThisProcess):
                 self._resizer.go_on()
             self._use_heat(batch, start=False)
             self._reserver.reserve(batch, tokens, layers)
-            if batch.dirty:
-                batch.cold_bytes = self.columns.cold_bytes(batch.ids)
-            batch.upload()
             batch.active = threading.get_ident()
             batch.steps.append(frozenset(layers))
 
@@ -252,7 +248,6 @@ class Manager(OfThisProcess):
                 "give each thread a cache of its own"
             )
         self._reserver.reserve(batch, tokens, layers)
-        batch.upload()
         batch.steps.append(frozenset(layers))
 
     def _end(self, batch: Batch) -> None:
@@ -264,9 +259,12 @@ class Manager(OfThisProcess):
             batch.event.record(torch.cuda.current_stream(self.device))
 
     def abort(self, batch: Batch) -> None:
-        """End a step that failed: nothing it appended counts."""
+        """End a step that failed: nothing it appended counts, and the blocks for it are freed."""
         with self._lock:
+            layers = batch.steps[-1]
             self._end(batch)
+            for layer in layers:
+                self._reserver.trim(batch, layer, batch.lengths[layer])
 
     @ranged("kvpass::commit")
     def commit(self, batch: Batch, tokens: int, layers: Sequence[int]) -> None:
@@ -341,9 +339,7 @@ class Manager(OfThisProcess):
                 raise CapacityError(f"crop to {length} tokens: the cache holds {stored}")
             for layer in range(batch.layers):
                 left = min(length, batch.lengths[layer])
-                keep = -(-left // batch.block_size)
-                for sequence in range(batch.size):
-                    self._reserver.drop(batch, layer, sequence, keep)
+                self._reserver.trim(batch, layer, left)
                 batch.lengths[layer] = left
 
     def fork(self, batch: Batch, sequences: Sequence[int], length: int | None = None) -> Batch:

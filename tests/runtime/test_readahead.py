@@ -180,14 +180,13 @@ FAULTS: dict[str, tuple[Any, str]] = {
 """Each step of reading ahead: where it is, and its name."""
 
 
-def ready(**options: Any) -> Driver:
-    """Three layers of 8 full blocks, a third of them cold, and an unfinished one."""
+def ready(more: int) -> Driver:
+    """Three layers of 8 full blocks, a third of them cold, and ``more`` tokens."""
     torch.manual_seed(0)
     driver = Driver(
         layers=3, lookahead=1, heat_interval=64, **{"optimizations.default.prefetch_distance": 1},
-        **options,
     )  # fmt: skip
-    driver.append(8 * BLOCK + 3)
+    driver.append(8 * BLOCK + more)
     driver.manager.place(driver.batch, lambda _layer, _sequence, index: index % 3 > 0)
     return driver
 
@@ -211,9 +210,12 @@ def next_steps(driver: Driver) -> list[torch.Tensor]:
     ("fault", "call"),
     [("find what is cold", 1), *itertools.product([*list(FAULTS)[1:], "the call"], [1, 3])],
 )
-def test_a_fault_in_reading_ahead_leaves_all_counts_and_the_next_result(fault, call, monkeypatch):
-    clean = next_steps(ready())
-    driver = ready()
+@pytest.mark.parametrize("more", [0, 3])  # the token begins a block, or not
+def test_a_fault_in_reading_ahead_leaves_all_counts_and_the_next_result(
+    more, fault, call, monkeypatch
+):
+    clean = next_steps(ready(more))
+    driver = ready(more)
     before, dense, calls = counts(driver), list(driver.dense), []
 
     def failing(real: Callable[..., Any]) -> Callable[..., Any]:
