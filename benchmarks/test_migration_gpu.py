@@ -167,7 +167,7 @@ def pump(pair: Pair, on: bool) -> Iterator[None]:
 
     def work() -> None:
         while not end.wait(2e-3):
-            with pair.manager._lock:
+            with pair.manager._section.lock:
                 pair.manager.mover.collect()
                 pair.flood.before_step(pair.manager, None)
 

@@ -8,7 +8,6 @@ accept ``options={...}`` with any key of :class:`kvpass.Config`.
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,13 +28,14 @@ from kvpass.graph.legality import graph_refusal
 from kvpass.graph.plan import Plan
 from kvpass.graph.report import GraphReport, completed, observe, report_graph, text_of
 from kvpass.graph.rewrite import keep_effects, rewrite
+from kvpass.runtime.locks import fork_safe_lock
 from kvpass.runtime.manager import Manager
 from kvpass.runtime.table import normalize
 from kvpass.step import RewrittenGraph, with_memory
 from kvpass.warn import warn_user
 
 _managers: dict[tuple[Config, torch.device], Manager] = {}
-_lock = threading.Lock()
+_lock = fork_safe_lock()
 _warned: set[str] = set()
 
 

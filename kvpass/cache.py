@@ -33,7 +33,7 @@ from kvpass.runtime.manager import Manager
 from kvpass.runtime.metrics import Snapshot
 from kvpass.runtime.shapes import check_pair, no_layer
 from kvpass.runtime.table import normalize
-from kvpass.runtime.tiers import check_hot
+from kvpass.runtime.tiers import check_cold, check_hot
 from kvpass.sizes import warn_of_small_hot
 from kvpass.tuning import family_of, retention, tile_of
 from kvpass.warn import warn_user
@@ -181,7 +181,8 @@ class TieredCache:
 
     Raises:
         ConfigError: an option is unknown or out of range, ``max_tokens`` is not a positive integer,
-            ``hot`` is more than any device here has, or an option is one of the given manager's.
+            ``hot`` is more than any device here has, ``cold`` more than the host has left, or an
+            option is one of the given manager's.
         UnsupportedError: the model has layers that keep other state than keys and values.
     """
 
@@ -231,6 +232,9 @@ class TieredCache:
             )
         self.kvpass_config = _configuration(options, manager)
         check_hot(self.kvpass_config.memory.hot)
+        if manager is None:  # one that is there has a part of its cold tier already
+            memory = self.kvpass_config.memory
+            check_cold(memory.cold, directory=memory.cold_dir)
         self.block_size: int = self.kvpass_config.memory.block_size
         self.tile = tile_of(self.kvpass_config, config, family)
         retention(self.kvpass_config, family, layers)  # a bad one is refused here
@@ -347,13 +351,16 @@ class TieredCache:
             cold: size of the cold arena, likewise.
 
         Raises:
-            ConfigError: not a size, or ``hot`` is more than any device here has.
+            ConfigError: not a size, ``hot`` is more than any device here has, or ``cold`` more than
+                the host has left.
             OutOfMemoryError: the other tier has no room for what has to leave this one.
         """
         config = self._state.config.merge(hot=hot, cold=cold)
         check_hot(config.memory.hot)
         if self._state.manager is not None:
             self._state.manager.resize(hot, cold)
+        elif cold is not None:
+            check_cold(config.memory.cold, directory=config.memory.cold_dir)
         self._state.config = self.kvpass_config = config
 
     def select(self, sequences: list[int]) -> None:

@@ -8,7 +8,6 @@ known by the number of their first table row, which belongs to exactly one live 
 from __future__ import annotations
 
 import itertools
-import threading
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvpass.errors import CacheStateError
+from kvpass.runtime.locks import fork_safe_lock
 
 if TYPE_CHECKING:
     from kvpass.runtime.batch import Batch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _numbers = itertools.count(1)
 _objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _batches: dict[int, weakref.ref[Batch]] = {}
-_lock = threading.Lock()
+_lock = fork_safe_lock()
 
 
 def enroll(thing: Any) -> Tensor:

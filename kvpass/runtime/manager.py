@@ -25,12 +25,7 @@ import torch
 from kvpass import cpu_ops
 from kvpass.config import Config, FairnessConfig
 from kvpass.config.families import DEFAULT
-from kvpass.errors import (
-    CacheStateError,
-    CapacityError,
-    ConfigError,
-    ShapeError,
-)
+from kvpass.errors import CacheStateError, CapacityError, ConfigError, ShapeError
 from kvpass.runtime import observe, pressure, roster
 from kvpass.runtime.batch import Batch, Block
 from kvpass.runtime.columns import Columns
@@ -45,7 +40,7 @@ from kvpass.runtime.ranges import ranged
 from kvpass.runtime.reserve import Reserver
 from kvpass.runtime.resize import Resizer
 from kvpass.runtime.table import tables_for
-from kvpass.runtime.tiers import Tier, Tiers, check_hot
+from kvpass.runtime.tiers import Tier, Tiers
 from kvpass.sizes import format_size, parse_size
 from kvpass.tuning import tune
 from kvpass.warn import warn_user
@@ -63,7 +58,8 @@ class Manager(OfThisProcess):
         **options: keys of :class:`kvpass.Config`, e.g. ``hot="16GiB"``; not beside ``config``.
 
     Raises:
-        ConfigError: an option is unknown or out of range, or given beside ``config``.
+        ConfigError: an option is unknown or out of range, or given beside ``config``, or the
+            machine cannot hold the tiers.
 
     Attributes:
         before_step: called with the manager and the batch when a step begins, before blocks are
@@ -181,8 +177,7 @@ class Manager(OfThisProcess):
                 self._dead.append(batch)
                 return
             for layer in range(batch.layers):
-                for sequence in range(batch.size):
-                    self._reserver.drop(batch, layer, sequence, 0)
+                self._reserver.trim(batch, layer, 0)
             batch.release_rows()
             self._batches.remove(batch)
 
@@ -238,9 +233,6 @@ class Manager(OfThisProcess):
                 self._resizer.go_on()
             self._use_heat(batch, start=False)
             self._reserver.reserve(batch, tokens, layers)
-            if batch.dirty:
-                batch.cold_bytes = self.columns.cold_bytes(batch.ids)
-            batch.upload()
             batch.active = threading.get_ident()
             batch.steps.append(frozenset(layers))
 
@@ -253,7 +245,6 @@ class Manager(OfThisProcess):
                 "give each thread a cache of its own"
             )
         self._reserver.reserve(batch, tokens, layers)
-        batch.upload()
         batch.steps.append(frozenset(layers))
 
     def _end(self, batch: Batch) -> None:
@@ -265,9 +256,12 @@ class Manager(OfThisProcess):
             batch.event.record(torch.cuda.current_stream(self.device))
 
     def abort(self, batch: Batch) -> None:
-        """End a step that failed: nothing it appended counts."""
+        """End a step that failed: nothing it appended counts, and the blocks for it are freed."""
         with self._section.lock, self._section.whole:
+            layers = batch.steps[-1]
             self._end(batch)
+            for layer in layers:
+                self._reserver.trim(batch, layer, batch.lengths[layer])
 
     @ranged("kvpass::commit")
     def commit(self, batch: Batch, tokens: int, layers: Sequence[int]) -> None:
@@ -344,8 +338,7 @@ class Manager(OfThisProcess):
                 left = min(length, batch.lengths[layer])
                 # First, so that no error leaves a layer longer than its blocks.
                 batch.lengths[layer] = left
-                for sequence in range(batch.size):
-                    self._reserver.drop(batch, layer, sequence, -(-left // batch.block_size))
+                self._reserver.trim(batch, layer, left)
 
     def fork(self, batch: Batch, sequences: Sequence[int], length: int | None = None) -> Batch:
         """A new batch of the given sequences; full blocks are shared, written ones copied on write.
@@ -431,16 +424,16 @@ class Manager(OfThisProcess):
             cold: size of the cold arena, likewise.
 
         Raises:
-            ConfigError: not a size, or more than the device has.
+            ConfigError: not a size, or more than the device has, or the host has left for cold.
             OutOfMemoryError: the other tier has no room for what has to leave; this one stays as
                 it was.
         """
         given: dict[Tier, int | str | None] = {"hot": hot, "cold": cold}
         sizes = {tier: parse_size(size) for tier, size in given.items() if size is not None}
-        check_hot(sizes.get("hot", "auto"), self.device)
         self.check_process()
         with self._section.lock, self._section.whole:
             self._bury()
+            self.tiers.check(sizes)
             self._resizer.resize_all(sizes)
 
     def relieve(self, size: int) -> None:

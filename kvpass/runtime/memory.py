@@ -79,7 +79,7 @@ class PinnedMemory:
         except RuntimeError as error:
             raise OutOfMemoryError(
                 f"the driver refused to pin {format_size(size)} of host memory: {error}; "
-                "lower cold, or raise the limit of locked memory (ulimit -l)"
+                "lower cold, or free host memory"
             ) from error
 
 
@@ -157,8 +157,30 @@ def auto_hot_bytes(device: torch.device) -> int:
     return available_memory() // 2
 
 
+def _unused_pinned() -> int:
+    """Bytes of host memory that torch keeps pinned for the next slabs; they count as in use."""
+    if not torch.cuda.is_initialized():
+        return 0
+    stats = torch.cuda.host_memory_stats()
+    held, active = (int(stats.get(f"{name}_bytes.current", 0)) for name in ("allocated", "active"))
+    return max(0, held - active)
+
+
+def available_cold(device: torch.device, directory: str | None) -> int:
+    """Bytes that slabs of a cold tier can take now.
+
+    Args:
+        device: where attention is computed.
+        directory: of the files, where that is a CPU; None: the temporary directory.
+
+    Raises:
+        FileNotFoundError: there is no such directory.
+    """
+    if device.type == "cuda":
+        return available_memory() + _unused_pinned()
+    return shutil.disk_usage(directory or tempfile.gettempdir()).free
+
+
 def auto_cold_bytes(device: torch.device, directory: str | None) -> int:
     """The cold size that ``cold="auto"`` takes: half of the host memory, or disk, that is free."""
-    if device.type == "cuda":
-        return available_memory() // 2
-    return shutil.disk_usage(directory or tempfile.gettempdir()).free // 2
+    return available_cold(device, directory) // 2

@@ -43,7 +43,7 @@ class Reserver:
         self.resident_tokens = resident_tokens
 
     def reserve(self, batch: Batch, tokens: int, layers: Sequence[int]) -> None:
-        """Blocks for ``tokens`` more tokens; all or nothing."""
+        """Blocks for ``tokens`` more tokens, and tables that name them; all or nothing."""
         batch.reserve_words(max((batch.lengths[layer] + tokens for layer in layers), default=0))
         if tokens:
             self._unshare(batch, layers)
@@ -56,16 +56,18 @@ class Reserver:
                     (layer, sequence, i, i == count - 1 and total % batch.block_size > 0)
                     for i in range(len(row), count)
                 )
-        if not wanted:
-            return
         made: list[tuple[int, int]] = []
         try:
-            self._reserve_blocks(batch, wanted, made)
+            if wanted:
+                self._reserve_blocks(batch, wanted, made)
+                self.mover.relieve()
+            if batch.dirty:
+                batch.cold_bytes = self.mover.columns.cold_bytes(batch.ids)
+            batch.upload()
         except BaseException:
             for layer, sequence in reversed(made):
                 self.drop(batch, layer, sequence, len(batch.blocks[layer][sequence]) - 1)
             raise
-        self.mover.relieve()
 
     def _reserve_blocks(
         self, batch: Batch, wanted: list[tuple[int, int, int, bool]], made: list[tuple[int, int]]
@@ -169,6 +171,11 @@ class Reserver:
                 if copy.slot.raw.is_cuda or block.slot.raw.is_cuda:
                     waiting.append(torch.cuda.current_stream(self.tiers.device).record_event())
                 self.mover.leave(block, waiting)
+
+    def trim(self, batch: Batch, layer: int, tokens: int) -> None:
+        """Forget the blocks of a layer beyond its first ``tokens`` tokens."""
+        for sequence in range(batch.size):
+            self.drop(batch, layer, sequence, -(-tokens // batch.block_size))
 
     def drop(self, batch: Batch, layer: int, sequence: int, keep: int) -> None:
         """Forget the blocks of a row from position ``keep`` on."""

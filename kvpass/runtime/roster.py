@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import weakref
 from typing import TYPE_CHECKING
+
+from kvpass.runtime.locks import fork_safe_lock
 
 if TYPE_CHECKING:
     from kvpass.runtime.manager import Manager
 
 _numbers = itertools.count(1)
 _live: weakref.WeakValueDictionary[int, Manager] = weakref.WeakValueDictionary()
-_lock = threading.Lock()
+_lock = fork_safe_lock()
 
 
 def enroll(manager: Manager) -> int:

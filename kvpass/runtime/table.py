@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 
 import torch
 
 from kvpass.errors import OutOfMemoryError
+from kvpass.runtime.locks import fork_safe_lock
 
 MAX_LAYERS = 256
 """Height of every rows tensor, so that compiled graphs see one shape whatever the model."""
@@ -36,7 +36,7 @@ class RowTables:
         self.max_blocks = 1
         self._free = list(reversed(range(MAX_ROWS)))
         self._returned: deque[list[int]] = deque()
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock()
 
     def take(self, count: int) -> list[int]:
         """Reserve rows.
@@ -60,7 +60,7 @@ class RowTables:
 
 
 _TABLES: dict[torch.device, RowTables] = {}
-_LOCK = threading.Lock()
+_LOCK = fork_safe_lock()
 
 
 def normalize(device: torch.device | str) -> torch.device:

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gc
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,6 +21,7 @@ from kvpass.runtime.memory import (
     PinnedMemory,
     auto_cold_bytes,
     auto_hot_bytes,
+    available_cold,
     total_memory,
 )
 from kvpass.runtime.pool import Arena, Budget, Slot
@@ -47,6 +51,54 @@ def check_hot(hot: int | str, device: torch.device | None = None) -> None:
         )
 
 
+def check_cold(
+    cold: int | str,
+    device: torch.device | None = None,
+    directory: Path | str | None = None,
+    taken: int = 0,
+) -> None:
+    """Refuse a cold tier that the machine cannot hold now: it would end long after the start.
+
+    Args:
+        cold: bytes, or ``"auto"``, which always fits.
+        device: where attention will be computed; None: not known yet, any device here may be it.
+        directory: of the files, where that is a CPU; None: the temporary directory.
+        taken: bytes of it that the tier has already.
+
+    Raises:
+        ConfigError: it is larger than the host memory, or disk, that is available.
+    """
+    if not isinstance(cold, int):
+        return
+    place = None if directory is None else str(directory)
+    try:
+        available, what = _room_for_cold(cold - taken, device, place)
+        if cold - taken > available:
+            gc.collect()  # tiers of dropped managers are rings of objects, which wait for this
+            available, what = _room_for_cold(cold - taken, device, place)
+    except FileNotFoundError:  # its first slab says so
+        return
+    if cold - taken > available:
+        raise ConfigError(
+            f"cold = {format_size(cold)} is more than the {format_size(available + taken)} of "
+            f"{what}give a part of that, or 'auto'"
+        )
+
+
+def _room_for_cold(
+    wanted: int, device: torch.device | None, directory: str | None
+) -> tuple[int, str]:
+    """Bytes available to a cold tier where there are most of them, and what to say of them."""
+    disk = f"disk free in {directory or tempfile.gettempdir()!r}: set cold_dir to a larger one, or "
+    memory = "host memory available: "
+    if device is not None:
+        return available_cold(device, directory), memory if device.type == "cuda" else disk
+    room = available_cold(torch.device("cpu"), directory), disk
+    if wanted > room[0] and torch.cuda.device_count():
+        room = max(room, (available_cold(torch.device("cuda"), directory), memory))
+    return room
+
+
 Tier = Literal["hot", "cold"]
 
 POISON = 0xFF
@@ -67,6 +119,7 @@ class Tiers:
         hot = auto_hot_bytes(device) if memory.hot == "auto" else memory.hot
         cold = auto_cold_bytes(device, directory) if memory.cold == "auto" else memory.cold
         check_hot(int(hot), device)
+        check_cold(memory.cold, device, directory)
         self.device = device
         self.poison = memory.poison
         self.threshold = memory.gpu_threshold
@@ -77,7 +130,20 @@ class Tiers:
         self._cold_source: MemorySource = (
             PinnedMemory() if device.type == "cuda" else MappedFile(directory)
         )
+        self._directory = directory
         self._arenas: dict[int, tuple[Arena, Arena]] = {}
+
+    def check(self, sizes: Mapping[Tier, int]) -> None:
+        """Refuse new sizes, in bytes, that the machine cannot hold; a smaller cold one always fits.
+
+        Raises:
+            ConfigError: hot is larger than the memory of the device, or cold than what is available
+                and what the tier has taken already.
+        """
+        check_hot(sizes.get("hot", "auto"), self.device)
+        cold = sizes.get("cold", 0)
+        if cold > self.cold.capacity:
+            check_cold(cold, self.device, self._directory, self.cold.taken)
 
     @property
     def sizes(self) -> list[int]:

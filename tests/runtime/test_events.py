@@ -135,6 +135,7 @@ def lane(monkeypatch):
         lane = Lane.__new__(Lane)
         lane.stream = Stream(fails, LOST)
         lane._launched = []
+        lane.arrived = 0
         error = LOST if "record" in fails.split() else None
         monkeypatch.setattr(migrate.torch.cuda, "Event", lambda **_: Event(error=error))
         monkeypatch.setattr(migrate.torch.cuda, "stream", lambda stream: nullcontext())
@@ -224,3 +225,34 @@ def test_moves_after_the_engine_was_lost_fail_at_once(monkeypatch):
     driver.manager.settle()
     assert driver.manager.snapshot().backlog == 0
     driver.check()
+
+
+def test_pieces_that_arrived_before_the_device_was_lost_are_counted_once(lane):
+    """The event of the second piece raises: the first has arrived all the same."""
+    working = lane("")
+    one, other = _moves(2), _moves(3)
+    assert working.launch(one, Passed()) and working.launch(other, Passed())
+    one[0].event.passed = True
+    other[0].event.error = LOST
+    with pytest.raises(RuntimeError):
+        working.collect()
+    assert working.arrived == 2
+    working.abandon()
+    assert working.arrived == 5
+
+
+def test_a_copy_whose_event_cannot_be_asked_is_not_lost():
+    driver = Driver(layers=1)
+    with scheduled(driver.manager, ManualCopier()):
+        driver.append(2 * BLOCK)
+        moves = list(driver.manager.mover.in_flight)
+        assert len(moves) == 2
+        moves[0].run()
+        moves[1].finish(Event(error=LOST))
+        with pytest.raises(RuntimeError, match="illegal"):
+            driver.manager.mover.collect()
+        assert driver.manager.mover.in_flight == moves[1:]
+        moves[1].event.error = None
+        moves[1].event.passed = True
+        driver.manager.mover.collect()
+        assert not driver.manager.mover.in_flight

@@ -403,3 +403,25 @@ def test_a_load_that_is_published_half_way_names_the_old_copy_everywhere(monkeyp
     assert words == {block.cold.address} and block.hot is None
     invariants.check(driver.manager, [driver.batch, fork])
     driver.check()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_step_that_fails_holds_no_room(nested):
+    """A prompt that was interrupted: the next sequence has all the room there is."""
+    driver = Driver(hot=16 * BYTES, cold=48 * BYTES)
+    manager, other = driver.manager, Driver(manager=driver.manager)
+    driver.append(BLOCK + 3)
+    manager.settle()
+    live, used = manager.columns.live, manager.tiers.hot.used
+    groups = [[0], [1]] if nested else [[0, 1]]
+    for group in groups:
+        manager.begin(driver.batch, 27 * BLOCK, group)
+    assert manager.columns.live == live + 2 * 27
+    for _ in groups:
+        manager.abort(driver.batch)
+        invariants.check(manager, [driver.batch, other.batch])
+    assert (manager.columns.live, manager.tiers.hot.used) == (live, used)
+    other.append(27 * BLOCK)
+    manager.release(other.batch)
+    driver.append(BLOCK)
+    driver.check()

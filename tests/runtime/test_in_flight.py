@@ -45,7 +45,7 @@ def test_the_owner_goes_while_a_copy_is_under_way(driver, kind, copied, fails):
     if kind == "load":
         manager.settle()
         manager.place(driver.batch, lambda *_: False)
-        with manager._lock:
+        with manager._section.lock:
             for block in driver.batch.blocks[0][0]:
                 assert manager.mover.promote(block)
     assert copier.depth() == 3
@@ -91,7 +91,7 @@ def test_a_block_is_read_whole_while_it_is_copied(actions):
             block = driver.batch.blocks[0][0][number % 4]
             if kind == "load" and block.hot and block.cold and not block.move:
                 manager.place(driver.batch, lambda _, s, index, n=number % 4: index != n)
-                with manager._lock:
+                with manager._section.lock:
                     assert manager.mover.promote(block)
             copier.copy(number)
             driver.check()

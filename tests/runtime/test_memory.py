@@ -9,6 +9,9 @@ import re
 import signal
 import subprocess
 import sys
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from kvpass.errors import CapacityError, ConfigError, OutOfMemoryError, ShapeErr
 from kvpass.runtime import memory
 from kvpass.runtime.memory import DeviceMemory, MappedFile
 from kvpass.runtime.pool import Arena, Budget
+from kvpass.runtime.tiers import Tiers, check_cold
 from tests.runtime.harness import Driver
 
 
@@ -150,3 +154,109 @@ def test_pinned_memory_is_asked_for_in_powers_of_two_within_the_budget(slot):
     assert all(size & (size - 1) == 0 for size in sizes)
     assert sum(sizes) == budget.taken <= budget.capacity
     assert budget.used >= 0.4 * budget.capacity
+
+
+def test_a_driver_that_refuses_to_pin_is_quoted_with_what_helps(monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(memory.torch, "empty", refuse)
+    words = "refused to pin 4 KiB of host memory: CUDA error: out of memory; lower cold, or free"
+    with pytest.raises(OutOfMemoryError, match=words) as caught:
+        memory.PinnedMemory().slab(4096)
+    assert "ulimit" not in str(caught.value), "CUDA does not count what it pins as locked"
+
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def free_disk(monkeypatch: pytest.MonkeyPatch, size: Callable[[], int]) -> list[str]:
+    """No GPU, and so many bytes free on every disk; returns the directories that were asked for."""
+    asked: list[str] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(
+        memory.shutil, "disk_usage", lambda path: asked.append(path) or SimpleNamespace(free=size())
+    )
+    return asked
+
+
+def test_a_cold_tier_larger_than_the_free_disk_is_refused_with_both_sizes(monkeypatch, tmp_path):
+    asked = free_disk(monkeypatch, lambda: 3 << 20)
+    place = {"cold_dir": str(tmp_path), "hot": "1MiB"}
+    words = f"cold = 4 MiB is more than the 3 MiB of disk free in '{tmp_path}': set cold_dir"
+    for make in (
+        lambda: kvpass.Manager(device="cpu", cold="4MiB", **place),
+        lambda: kvpass.TieredCache(Config(), 64, cold=4 << 20, **place),
+        lambda: kvpass.TieredCache(Config(), 64, **place).resize(cold="4MiB"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            make()
+    assert set(asked) == {str(tmp_path)}
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match=re.escape(f"free in '{memory.tempfile.gettempdir()}'")):
+        kvpass.Manager(device="cpu", hot="1MiB", cold="4MiB")
+
+
+def test_a_cold_tier_that_fits_is_not_refused(monkeypatch, tmp_path):
+    kvpass.Manager(device="cpu", hot="1MiB", cold="64MiB")  # of what there really is
+    free_disk(monkeypatch, lambda: 3 << 20)
+    cache = kvpass.TieredCache(Config(), 64, hot="1MiB", cold="3MiB", cold_dir=str(tmp_path))
+    cache.resize(hot="2MiB", cold="2MiB")
+    assert kvpass.Manager(device="cpu", hot="1MiB").tiers.cold.capacity == (3 << 20) // 2
+    monkeypatch.undo()
+    check_cold(1 << 60, CPU, tmp_path / "gone")  # whoever makes files there says it
+
+
+def test_what_a_cold_tier_has_taken_counts_as_available(monkeypatch):
+    driver = Driver(hot="64KiB", cold="8MiB")
+    driver.append(1000)
+    driver.manager.settle()
+    tiers = driver.manager.tiers
+    assert tiers.cold.taken >= 62 * 8192
+    free_disk(monkeypatch, lambda: 8 << 20)
+    with pytest.raises(ConfigError, match="cold = 64 MiB is more than the 8\\.[0-9]+ MiB of disk"):
+        driver.manager.resize(cold="64MiB")
+    assert tiers.cold.capacity == 8 << 20
+    driver.manager.resize(cold=(8 << 20) + tiers.cold.taken)
+    free_disk(monkeypatch, lambda: 0)
+    driver.manager.resize(cold="4MiB")  # less than before asks for nothing
+    assert tiers.cold.capacity == 4 << 20
+    cache = kvpass.TieredCache(Config(), 64, manager=driver.manager)
+    assert cache.kvpass_config.memory.cold == 8 << 20  # was the manager's to ask for
+    driver.check()
+
+
+def test_on_a_gpu_the_host_memory_available_counts(monkeypatch):
+    monkeypatch.setattr(memory, "available_memory", lambda: 3 << 30)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    free_disk(monkeypatch, lambda: 1 << 50)
+    check_cold(3 << 30, GPU)
+    words = "cold = 4 GiB is more than the 3 GiB of host memory available: give a part"
+    with pytest.raises(ConfigError, match=words):
+        check_cold(4 << 30, GPU)
+    # What torch keeps pinned is given to the next slabs.
+    stats = {"allocated_bytes.current": 3 << 30, "active_bytes.current": 2 << 30}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: stats)
+    check_cold(4 << 30, GPU)
+    # Where the device is not known yet, it may be the one with more.
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    check_cold(5 << 30)
+    free_disk(monkeypatch, lambda: 1 << 30)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    check_cold(4 << 30)
+    with pytest.raises(ConfigError, match="more than the 4 GiB of host memory available"):
+        check_cold(5 << 30)
+
+
+def test_what_dropped_managers_still_hold_is_collected_before_a_refusal(monkeypatch):
+    driver = Driver(hot="64KiB", cold="8MiB")
+    driver.append(1000)
+    driver.manager.settle()
+    (arena,) = driver.manager.tiers.arenas("cold")
+    held = weakref.ref(arena)
+    free_disk(monkeypatch, lambda: 1 << 20 if held() is not None else 8 << 20)
+    del driver, arena
+    config = kvpass.Config.load(hot="1MiB", cold="8MiB")
+    assert Tiers(config, CPU).cold.capacity == 8 << 20
+    assert held() is None

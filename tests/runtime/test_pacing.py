@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvpass.runtime.metrics import LinkRate
 from kvpass.runtime.migrate import Consumer
-from kvpass.runtime.move import Move
+from kvpass.runtime.move import Move, waiters
 from kvpass.runtime.pacing import BACKGROUND, LONGEST_WAIT, Pacer, pacer_for
 from tests.runtime.harness import BLOCK, Driver
 from tests.runtime.test_migrate import arena
@@ -148,6 +148,21 @@ def test_the_engine_holds_loads_back_and_not_stores():
     assert consumer._held == 0
 
 
+def test_copies_that_somebody_waits_for_are_not_held_back(monkeypatch):
+    clock = Clock()
+    pace = pacer(reader(clock), clock=clock)
+    pace.charge(1 << 40)
+    one, other = arena(2), arena(2)
+    inbox: queue.SimpleQueue[Move | None] = queue.SimpleQueue()
+    load = Move("load", None, one.allocate(), other.allocate(), [], 0, 0.01)
+    inbox.put(load)
+    consumer = Consumer(inbox, None, pace)
+    consumer._receive()
+    assert consumer._next_piece() == []
+    monkeypatch.setattr(waiters, "_count", 1)
+    assert consumer._next_piece() == [load]
+
+
 def test_the_last_copies_are_not_held_back():
     """Whoever closes the engine waits for them."""
     clock = Clock()
@@ -198,7 +213,7 @@ def test_the_engine_keeps_no_blocks_alive():
     driver = Driver(layers=1)
     driver.append(BLOCK)
     driver.manager.settle()
-    pace = pacer_for(driver.manager.columns, LinkRate(), driver.manager._lock)
+    pace = pacer_for(driver.manager.columns, LinkRate(), driver.manager._section)
     assert pace.rate(1.0) == math.inf
     batch = weakref.ref(driver.batch)
     del driver

@@ -387,3 +387,15 @@ def test_residents_leave_half_of_the_hot_arena():
     assert policy.resident_blocks(1024, 256, 120, 30, 100) == 2
     assert policy.resident_blocks(1024, 256, 10, 30, 100) == 0
     assert policy.resident_blocks(1024, 256, 1000, 1, 3) == 3
+
+
+@pytest.mark.parametrize("retention", [5000.0, 1e308, -5000.0])
+def test_any_retention_gives_a_finite_worth_in_order(retention):
+    blocks = many_blocks(np.random.default_rng(0), np.zeros(3, dtype=bool))
+    blocks = replace(
+        blocks, rate=np.array([0.0, 1.0, 2.0]), retention=np.array([retention, retention, 0.0])
+    )
+    with np.errstate(all="raise"):
+        value = policy.worth(blocks)
+    assert np.isfinite(value).all() and value[0] == 0
+    assert (value[1] > value[2]) == (retention > 0)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpass.runtime import readahead
+from kvpass.runtime.batch import Batch
+from tests.runtime import invariants
 from tests.runtime.harness import BLOCK, Driver
 
 ROWS = st.lists(st.integers(0, 60), unique=True, max_size=40).map(sorted)
@@ -161,3 +164,85 @@ def test_reading_ahead_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     for other in outs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(outs[0], other, strict=True))
+
+
+FAULTS: dict[str, tuple[Any, str]] = {
+    "find what is cold": (Batch, "_find_cold"),
+    "ask for a later layer": (readahead, "ask_for_later_layer"),
+    "choose the layer": (readahead, "later_layer"),
+    "plan a row": (readahead, "row_schedule"),
+    "schedule": (readahead, "schedule"),
+    "ask": (readahead, "ask_for"),
+    "begin to read": (readahead, "will_need"),
+    "join the pages": (readahead, "spans"),
+    "look the call up": (readahead, "_madvise"),
+}
+"""Each step of reading ahead: where it is, and its name."""
+
+
+def ready(more: int) -> Driver:
+    """Three layers of 8 full blocks, a third of them cold, and ``more`` tokens."""
+    torch.manual_seed(0)
+    driver = Driver(
+        layers=3, lookahead=1, heat_interval=64, **{"optimizations.default.prefetch_distance": 1},
+    )  # fmt: skip
+    driver.append(8 * BLOCK + more)
+    driver.manager.place(driver.batch, lambda _layer, _sequence, index: index % 3 > 0)
+    return driver
+
+
+def counts(driver: Driver) -> tuple[int, ...]:
+    manager = driver.manager
+    tiers = manager.tiers
+    return (
+        tiers.hot.used, tiers.cold.used, len(manager.mover.in_flight), manager.mover.backlog,
+        manager.columns.live, *driver.batch.lengths,
+    )  # fmt: skip
+
+
+def next_steps(driver: Driver) -> list[torch.Tensor]:
+    torch.manual_seed(2)
+    return driver.append(1) + driver.append(1)
+
+
+# A step looks for cold blocks once, so its other calls cannot fail.
+@pytest.mark.parametrize(
+    ("fault", "call"),
+    [("find what is cold", 1), *itertools.product([*list(FAULTS)[1:], "the call"], [1, 3])],
+)
+@pytest.mark.parametrize("more", [0, 3])  # the token begins a block, or not
+def test_a_fault_in_reading_ahead_leaves_all_counts_and_the_next_result(
+    more, fault, call, monkeypatch
+):
+    clean = next_steps(ready(more))
+    driver = ready(more)
+    before, dense, calls = counts(driver), list(driver.dense), []
+
+    def failing(real: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **options: Any) -> Any:
+            calls.append(args)
+            if len(calls) == call:
+                raise RuntimeError("no reading ahead")
+            return real(*args, **options)
+
+        return step
+
+    with monkeypatch.context() as patch:
+        if fault == "the call":
+            advise = failing(readahead._madvise())
+            patch.setattr(readahead, "_madvise", lambda: advise)
+        else:
+            place, name = FAULTS[fault]
+            patch.setattr(place, name, failing(getattr(place, name)))
+        with pytest.raises(RuntimeError, match="no reading ahead"):
+            driver.append(1)
+    driver.dense = dense  # a plain list, which has appended the layers before the fault
+    assert len(calls) == call
+    assert driver.batch.active is None and not driver.batch.steps
+    assert counts(driver) == before
+    invariants.check(driver.manager, [driver.batch])
+    assert all(map(torch.equal, next_steps(driver), clean))
+    driver.check()
+    invariants.check(driver.manager, [driver.batch])
+    driver.manager.release(driver.batch)
+    invariants.check_empty(driver.manager)

@@ -216,7 +216,7 @@ def test_other_code_out_of_memory_gets_what_it_asks_for():
     driver.check()
     driver.append(70)
     driver.check()
-    with manager._lock:  # a slab of our own that finds no memory
+    with manager._section.lock:  # a slab of our own that finds no memory
         manager.relieve(PAGE)
     assert manager.tiers.hot.capacity == taken - 3 * PAGE
 
@@ -298,3 +298,18 @@ def test_a_cache_is_resized_before_and_after_its_first_use():
     assert cache.snapshot().hot_capacity == BLOCK_BYTES
     keys, values = cache.read(0)
     assert torch.equal(keys, k) and torch.equal(values, v)
+
+
+def test_blocks_that_had_to_leave_the_cold_tier_are_stored_again():
+    driver = Driver(layers=1, hot="64KiB", cold="1MiB", resident_tokens=0)
+    driver.append(6 * BLOCK)
+    manager = driver.manager
+    manager.settle()
+    manager.place(driver.batch, lambda *_: False)
+    manager.resize(cold=1)
+    assert all(block.cold is None for block in driver.batch.blocks[0][0])
+    manager.resize(cold="1MiB")
+    driver.append(1)
+    manager.settle()
+    assert all(block.cold is not None for block in driver.batch.blocks[0][0][:6])
+    driver.check()

@@ -14,6 +14,7 @@ import torch
 import kvpass
 from kvpass.config import Config
 from kvpass.errors import CacheStateError, ConfigError, KVPassWarning, UnsupportedError
+from kvpass.runtime.batch import Batch
 from kvpass.runtime.manager import Manager
 from kvpass.runtime.move import Cancelled, Move
 from kvpass.runtime.retries import LONGEST_WAIT, Retries
@@ -258,3 +259,28 @@ def test_a_forked_child_leaves_its_parents_blocks_alone(act):
     keys, values = manager.gather(cache.batch, 0, 100)
     assert not keys.isnan().any() and not values.isnan().any()
     assert manager.snapshot().cold_only_bytes == before.cold_only_bytes
+
+
+def test_a_fork_that_fails_half_way_leaves_nothing(monkeypatch):
+    driver = Driver(layers=2)
+    driver.append(3 * BLOCK)
+    driver.manager.settle()
+    before = driver.manager.snapshot()
+    calls = []
+
+    def attach(self, *args):
+        calls.append(1)
+        if len(calls) == 4:
+            raise MemoryError
+        return real(self, *args)
+
+    real = Batch.attach
+    monkeypatch.setattr(Batch, "attach", attach)
+    with pytest.raises(MemoryError):
+        driver.manager.fork(driver.batch, [0])
+    monkeypatch.undo()
+    after = driver.manager.snapshot()
+    assert (after.sequences, after.hot_used) == (before.sequences, before.hot_used)
+    driver.check()
+    driver.manager.release(driver.batch)
+    assert driver.manager.tiers.hot.used == driver.manager.tiers.cold.used == 0

@@ -30,6 +30,9 @@ A decision without moves takes the host 0.4 ms and 0.2 us a block: 0.6 ms for 51
 steps of a window where each takes 6 ms, as of an 8B model at 32k tokens.
 """
 
+MOST_RETENTION = 64.0
+"""Doublings of the accesses that a retention can stand for."""
+
 MISSES = 0.0005
 """Share of accesses to cold blocks above which the next window is shorter."""
 
@@ -153,8 +156,10 @@ def fold(
 def worth(blocks: BlockArrays) -> NDArray[np.float64]:
     """Accesses a window to expect of each block, weighted by its retention.
 
+    A retention beyond 64 counts as 64: no count of accesses outweighs it, and the product is finite.
+
     Returns:
         ``[N]``, infinite where no window has passed: a new block is not cold.
     """
     expected: NDArray[np.float64] = np.where(np.isnan(blocks.rate), np.inf, blocks.rate)
-    return expected * np.exp2(blocks.retention)
+    return expected * np.exp2(np.clip(blocks.retention, -MOST_RETENTION, MOST_RETENTION))
