@@ -156,7 +156,7 @@ def fold(
 def worth(blocks: BlockArrays) -> NDArray[np.float64]:
     """Accesses a window to expect of each block, weighted by its retention.
 
-    A retention beyond 64 counts as 64: no count of accesses outweighs it, and the product is finite.
+    A retention beyond 64 counts as 64: no count of accesses outweighs that, and worth is finite.
 
     Returns:
         ``[N]``, infinite where no window has passed: a new block is not cold.
