@@ -161,9 +161,24 @@ def test_a_decoder_of_ones_own_that_nobody_compiled():
         for _ in range(2):
             cache = kvpass.TieredCache(config, 64, **OPTIONS)
             assert kvpass.generate(decoder, ids, cache, max_new_tokens=10).tokens == [tokens]
-    with pytest.raises(UnsupportedError, match="attention_mask"):
+        rows = [ids[0].tolist(), ids[0, :6].tolist()]
+        alone = [
+            kvpass.generate(
+                decoder, row, kvpass.TieredCache(config, 64, **OPTIONS), max_new_tokens=8
+            )
+            for row in rows
+        ]
         cache = kvpass.TieredCache(config, 64, **OPTIONS)
-        kvpass.generate(decoder, [[1, 2], [3]], cache, max_new_tokens=8)
+        got = kvpass.generate(decoder, rows, cache, max_new_tokens=8)
+    assert got.tokens == [each.tokens[0] for each in alone]
+
+
+def test_padding_needs_a_model_that_takes_a_mask():
+    def model(ids, cache):
+        raise AssertionError("it is refused before")
+
+    with pytest.raises(UnsupportedError, match="attention_mask"):
+        kvpass.generate(model, [[1, 2], [3]], SimpleNamespace(get_seq_length=lambda: 0))
 
 
 class _inner:
