@@ -56,8 +56,8 @@ def backend(
     Args:
         gm: the graph; left as it is.
         example_inputs: its inputs.
-        mode: of ``torch.compile``; decode steps are captured into CUDA graphs in any
-            (``cuda_graphs``), and ``"max-autotune"`` tunes nothing more, with one warning.
+        mode: of ``torch.compile``; ``"reduce-overhead"`` captures decode steps into CUDA graphs,
+            unless ``cuda_graphs`` says otherwise. ``"max-autotune"`` tunes nothing, with a warning.
         options: keys of :class:`kvpass.Config`.
         **kwargs: refused, so that a misspelt argument does not pass in silence.
 
@@ -71,6 +71,8 @@ def backend(
     if kwargs:
         raise TypeError(f"kvpass.backend got unknown arguments {sorted(kwargs)}; use options={{}}")
     config = Config.load(origin="options= of torch.compile", **dict(options or {}))
+    if config.cuda_graphs == "auto":
+        config = config.merge(cuda_graphs=mode == "reduce-overhead")
     if mode not in (None, "default", "reduce-overhead"):
         _warn_once(f"mode={mode!r}: kvpass tunes nothing by trial, as with the default mode")
     graph = _copy(gm)  # Dynamo still reads the graph it gave

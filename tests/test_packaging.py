@@ -196,7 +196,7 @@ def test_the_snippets_of_the_readme_run(capsys: pytest.CaptureFixture[str]) -> N
     """Those of a whole program, uncompiled and shorter, with a folder in place of the hub."""
     folder = model_zoo.load("smollm2-135m").path
     snippets = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(snippets) == 4
+    assert len(snippets) == 5
     first: dict[str, Any] = {}
     for snippet in snippets:
         text = re.sub(r'^path = ".*"', f"path = {str(folder)!r}", snippet, flags=re.MULTILINE)

@@ -78,7 +78,7 @@ def plain_tokens(name: str, ids, mask, tokens: int, **kwargs):
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
 def test_one_graph_serves_every_length_and_cache(hand, name, padding):
     model = tiny(name)
-    compile_with(model)
+    compile_with(model, cuda_graphs=True)
     for seed, length in ((1, 20), (2, 41)):
         ids, mask = prompt(2, length, padding, seed=seed)
         got = generate(model, ids, mask, 30, past_key_values=tiered(model)).sequences
@@ -89,15 +89,25 @@ def test_one_graph_serves_every_length_and_cache(hand, name, padding):
 
 def test_an_unmodified_dynamic_cache_is_served_too(hand):
     model = tiny("llama")
-    compile_with(model)
+    compile_with(model, cuda_graphs=True)
     ids, mask = prompt(1, 20)
     got = generate(model, ids, mask, 40).sequences
     assert torch.equal(got, plain_tokens("llama", ids, mask, 40))
     assert hand.captured == 1 and hand.replayed >= 30
 
 
-def test_the_option_switches_graphs_off(hand):
+def test_the_option_switches_graphs_off(hand, monkeypatch):
     model = tiny("llama")
+    compile_with(model)
+    ids, mask = prompt(1, 20)
+    generate(model, ids, mask, 10, past_key_values=tiered(model))
+    assert hand.captured == 0, "not in the default mode"
+    torch._dynamo.reset()
+    monkeypatch.setenv("KVPASS_INNER", "eager")
+    model.compile(backend=kvpass.backend, mode="reduce-overhead")
+    generate(model, ids, mask, 10, past_key_values=tiered(model))
+    assert hand.captured == 1
+    hand.captured = 0
     compile_with(model, cuda_graphs=False)
     ids, mask = prompt(1, 20)
     generate(model, ids, mask, 10, past_key_values=tiered(model))
@@ -110,7 +120,7 @@ def test_the_option_switches_graphs_off(hand):
 def test_what_cannot_be_captured_runs_as_it_is_and_says_so_once(hand):
     hand.fails = RuntimeError("operation not permitted when stream is capturing\nmore")
     model = tiny("llama")
-    compile_with(model)
+    compile_with(model, cuda_graphs=True)
     ids, mask = prompt(1, 20)
     with pytest.warns(kvpass.errors.KVPassWarning, match="not permitted when stream") as seen:
         got = generate(model, ids, mask, 20, past_key_values=tiered(model)).sequences
@@ -120,7 +130,7 @@ def test_what_cannot_be_captured_runs_as_it_is_and_says_so_once(hand):
 
 def test_parameters_that_move_are_captured_anew(hand):
     model, plain = tiny("llama"), tiny("llama")
-    compile_with(model)
+    compile_with(model, cuda_graphs=True)
     ids, mask = prompt(1, 20)
     generate(model, ids, mask, 12, past_key_values=tiered(model))
     assert hand.captured == 1
@@ -133,7 +143,7 @@ def test_parameters_that_move_are_captured_anew(hand):
 
 def test_parameters_changed_in_place_count_at_once(hand):
     model, plain = tiny("llama"), tiny("llama")
-    compile_with(model)
+    compile_with(model, cuda_graphs=True)
     ids, mask = prompt(1, 20)
     generate(model, ids, mask, 12, past_key_values=tiered(model))
     with torch.no_grad():
@@ -147,7 +157,7 @@ def test_parameters_changed_in_place_count_at_once(hand):
 
 def test_a_longer_workspace_is_captured_anew(hand):
     model = tiny("llama")
-    compile_with(model)
+    compile_with(model, cuda_graphs=True)
     ids, mask = prompt(1, 20)
     generate(model, ids, mask, 10, past_key_values=tiered(model))
     hand.workspace = 2
@@ -158,7 +168,7 @@ def test_a_longer_workspace_is_captured_anew(hand):
 
 def test_beams_and_samples_are_as_without_graphs(hand):
     model, plain = tiny("llama"), tiny("llama")
-    compile_with(model)
+    compile_with(model, cuda_graphs=True)
     ids, mask = prompt(2, 20, 3)
     for kwargs in ({"num_beams": 3}, {"do_sample": True, "top_k": 20, "temperature": 0.8}):
         torch.manual_seed(7)
@@ -170,7 +180,7 @@ def test_beams_and_samples_are_as_without_graphs(hand):
 
 def test_two_threads_do_not_mix(hand):
     model = tiny("llama")
-    compile_with(model)
+    compile_with(model, cuda_graphs=True)
     jobs = [prompt(1, 20, seed=seed) for seed in range(2)]
     generate(model, *jobs[0], 8, past_key_values=tiered(model))
     want = [plain_tokens("llama", *job, 40) for job in jobs]
@@ -286,7 +296,7 @@ def test_a_step_that_was_cut_is_compiled_whole(hand, monkeypatch, inner):
         backends, "compile_inner", lambda gm, *rest: compiled.append(gm) or real(gm, *rest)
     )
     model = tiny("llama")
-    compile_with(model, inner)
+    compile_with(model, inner, cuda_graphs=True)
     for length, padding in ((20, 3), (61, 0)):
         ids, mask = prompt(2, length, padding)
         got = generate(model, ids, mask, 12, past_key_values=tiered(model)).sequences

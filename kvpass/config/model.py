@@ -22,6 +22,7 @@ from kvpass.config.sources import FAMILIES, Names, Written, named, read_file_var
 from kvpass.config.values import (
     BlockSize,
     Boolean,
+    BooleanOrAuto,
     Directory,
     DurationOrNone,
     Inner,
@@ -151,8 +152,10 @@ class Config(BaseModel):
         description="Compiler of the rest of the graph: inductor, aot_eager, eager, or auto "
         "(inductor where a C++ compiler or GPU is there).",
     )
-    cuda_graphs: Boolean = Field(
-        True, description="Capture decode steps into CUDA graphs, on a GPU."
+    cuda_graphs: BooleanOrAuto = Field(
+        "auto",
+        description="Capture decode steps into CUDA graphs, on a GPU; 'auto' does in the mode "
+        "'reduce-overhead' of torch.compile.",
     )
     _written: dict[str, Written] = PrivateAttr(default_factory=dict)
 

@@ -24,7 +24,7 @@ def compiled(model: Any) -> Any:
     if not isinstance(model, nn.Module):
         return model
     if model not in _compiled:
-        _compiled[model] = torch.compile(model, backend="kvpass")
+        _compiled[model] = torch.compile(model, backend="kvpass", options={"cuda_graphs": True})
     return _compiled[model]
 
 
