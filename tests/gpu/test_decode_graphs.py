@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode steps as CUDA graphs: the same tokens, one graph for all lengths and caches, no waiting."""
+"""Decode steps as CUDA graphs: the same tokens, one graph for all lengths, and no waiting."""
 
 from __future__ import annotations
 
