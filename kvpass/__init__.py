@@ -13,17 +13,20 @@ if TYPE_CHECKING:
     from kvpass.cache import TieredCache
     from kvpass.config import Config
     from kvpass.explanation import Explanation, explain
+    from kvpass.generation import Generation, generate
     from kvpass.metrics import serve_metrics
     from kvpass.runtime.manager import Manager
 
 __all__ = [
     "Config",
     "Explanation",
+    "Generation",
     "Manager",
     "TieredCache",
     "__version__",
     "backend",
     "explain",
+    "generate",
     "release_buffers",
     "serve_metrics",
 ]
@@ -34,6 +37,8 @@ _HOMES = {
     "Config": "kvpass.config",
     "explain": "kvpass.explanation",
     "Explanation": "kvpass.explanation",
+    "generate": "kvpass.generation",
+    "Generation": "kvpass.generation",
     "release_buffers": "kvpass.buffers",
     "serve_metrics": "kvpass.metrics",
     "Manager": "kvpass.runtime.manager",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ import kvpass.ops  # likewise
 import kvpass.runtime.flex  # teaches flex_attention about handles
 import kvpass.source_ops  # noqa: F401  # likewise
 from kvpass.config import Config
+from kvpass.graph.emit import example
 from kvpass.graph.family import family_of
 from kvpass.graph.find import find_sites
 from kvpass.graph.flex import erase_unused, spell_out
@@ -26,12 +28,14 @@ from kvpass.graph.inputs import follow_writes, give_memory
 from kvpass.graph.kv import is_update
 from kvpass.graph.legality import graph_refusal
 from kvpass.graph.plan import Plan
+from kvpass.graph.prelude import GrowsWithLength, cut
 from kvpass.graph.report import GraphReport, completed, observe, report_graph, text_of
 from kvpass.graph.rewrite import keep_effects, rewrite
 from kvpass.runtime.locks import fork_safe_lock
 from kvpass.runtime.manager import Manager
 from kvpass.runtime.table import normalize
 from kvpass.step import RewrittenGraph, with_memory
+from kvpass.step.replay import Capture, CudaCapture, Replayer
 from kvpass.warn import warn_user
 
 _managers: dict[tuple[Config, torch.device], Manager] = {}
@@ -52,8 +56,8 @@ def backend(
     Args:
         gm: the graph; left as it is.
         example_inputs: its inputs.
-        mode: of ``torch.compile``; ``"reduce-overhead"`` and ``"max-autotune"`` run without CUDA
-            graphs in this version, with one warning.
+        mode: of ``torch.compile``; ``"reduce-overhead"`` captures decode steps into CUDA graphs,
+            unless ``cuda_graphs`` says otherwise. ``"max-autotune"`` tunes nothing, with a warning.
         options: keys of :class:`kvpass.Config`.
         **kwargs: refused, so that a misspelt argument does not pass in silence.
 
@@ -67,11 +71,10 @@ def backend(
     if kwargs:
         raise TypeError(f"kvpass.backend got unknown arguments {sorted(kwargs)}; use options={{}}")
     config = Config.load(origin="options= of torch.compile", **dict(options or {}))
-    if mode not in (None, "default"):
-        _warn_once(
-            f"mode={mode!r}: kvpass runs without CUDA graphs in this version, as with the default "
-            "mode"
-        )
+    if config.cuda_graphs == "auto":
+        config = config.merge(cuda_graphs=mode == "reduce-overhead")
+    if mode not in (None, "default", "reduce-overhead"):
+        _warn_once(f"mode={mode!r}: kvpass tunes nothing by trial, as with the default mode")
     graph = _copy(gm)  # Dynamo still reads the graph it gave
     follow_writes(graph)
     result = find_sites(graph, spell_out(graph, gm), gm)
@@ -105,16 +108,48 @@ def backend(
     tile = None if known else config.family(family).tile
     plan = rewrite(graph, result.sites, result.entry, config.memory.block_size, tile)
     plan.family = family
-    examples = [node.meta["example_value"] for node in graph.nodes if node.op == "placeholder"]
     for probe in plan.probes:
         probe.run = _module(gm, probe.graph).forward
     for part in (part for check in plan.tables for part in check.parts):
         part.run = _module(gm, part.graph).forward
-    module = _module(gm, graph)
-    observe(completed(report, plan.gone, before, text_of(module)))
-    inner = compile_inner(module, examples, config)
+    observe(completed(report, plan.gone, before, text_of(_module(gm, graph))))
+    inner = _compile_step(gm, graph, plan, config)
     plain = _module(gm, _copy(gm)).forward if _may_need_it(plan) else inner
     return RewrittenGraph(plan, inner, config, manager_for, plain)
+
+
+def _compile_step(
+    gm: fx.GraphModule, graph: fx.Graph, plan: Plan, config: Config
+) -> Callable[..., Any]:
+    """Compile a rewritten graph, on a GPU so that its decode steps are captured."""
+    shapes = [shape for group in plan.tiered for shape in group.layers.values()]
+    shapes += [site.shape for sites in plan.functional for site in sites]
+    devices = {shape.device for shape in shapes}
+    capture = capture_for(*devices) if config.cuda_graphs and len(devices) == 1 else None
+    prelude = None
+    if capture is not None and all(_is_decode(shape.tokens) for shape in shapes):
+        with suppress(GrowsWithLength):
+            batches = {shape.batch for shape in shapes if not isinstance(shape.batch, int)}
+            prelude = cut(graph, set().union(*(batch.free_symbols for batch in batches)))
+    examples = [example(node) for node in graph.nodes if node.op == "placeholder"]
+    inner = compile_inner(_module(gm, graph), examples, config)
+    if prelude is None or capture is None:
+        return inner
+    early = None if prelude.graph is None else _module(gm, prelude.graph).forward
+    return Replayer(prelude, early, inner, capture)
+
+
+def capture_for(device: torch.device) -> Capture | None:
+    """What captures decode steps on a device; None where there is nothing like it."""
+    return CudaCapture(device) if device.type == "cuda" and torch.version.hip is None else None
+
+
+MOST_TOKENS = 16
+"""New tokens of a call that counts as a decode step: prompts do not come again."""
+
+
+def _is_decode(tokens: Any) -> bool:
+    return isinstance(tokens, int) and tokens <= MOST_TOKENS
 
 
 def _may_need_it(plan: Plan) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 import kvpass.latent_ops  # defines ops that graphs call
 import kvpass.ops  # likewise
 import kvpass.source_ops  # noqa: F401  # likewise
-from kvpass.config import Config, option_names
+from kvpass.config import Config, option_names, refuse_options_of_backend
 from kvpass.errors import (
     CacheStateError,
     CapacityError,
@@ -225,11 +225,7 @@ class TieredCache:
                     f"layer type {kind!r} keeps other state than keys and values: kvpass cannot "
                     "hold it; use the model's own cache"
                 )
-        if "inner" in options:
-            raise ConfigError(
-                f"inner = {options['inner']!r}: a cache compiles nothing; give it to the backend, "
-                'options={"inner": ...}'
-            )
+        refuse_options_of_backend(options, "cache")
         self.kvpass_config = _configuration(options, manager)
         check_hot(self.kvpass_config.memory.hot)
         if manager is None:  # one that is there has a part of its cold tier already

@@ -192,11 +192,14 @@ def test_every_flag_in_the_readme_exists(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.checkpoint
-def test_the_snippets_of_the_readme_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_snippets_of_the_readme_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of a whole program, uncompiled and shorter, with a folder in place of the hub."""
     folder = model_zoo.load("smollm2-135m").path
+    monkeypatch.setenv("KVPASS_INNER", "eager")
     snippets = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(snippets) == 4
+    assert len(snippets) == 5
     first: dict[str, Any] = {}
     for snippet in snippets:
         text = re.sub(r'^path = ".*"', f"path = {str(folder)!r}", snippet, flags=re.MULTILINE)

@@ -19,6 +19,7 @@ from kvpass.config.model import (
     FairnessConfig,
     MemoryConfig,
     option_names,
+    refuse_options_of_backend,
 )
 from kvpass.config.sources import ENV_OTHER, ENV_PREFIX, Written
 from kvpass.config.values import Duration
@@ -38,4 +39,5 @@ __all__ = [
     "ResolvedFamily",
     "Written",
     "option_names",
+    "refuse_options_of_backend",
 ]

@@ -22,6 +22,7 @@ from kvpass.config.sources import FAMILIES, Names, Written, named, read_file_var
 from kvpass.config.values import (
     BlockSize,
     Boolean,
+    BooleanOrAuto,
     Directory,
     DurationOrNone,
     Inner,
@@ -151,6 +152,11 @@ class Config(BaseModel):
         description="Compiler of the rest of the graph: inductor, aot_eager, eager, or auto "
         "(inductor where a C++ compiler or GPU is there).",
     )
+    cuda_graphs: BooleanOrAuto = Field(
+        "auto",
+        description="Capture decode steps into CUDA graphs, on a GPU; 'auto' does in the mode "
+        "'reduce-overhead' of torch.compile.",
+    )
     _written: dict[str, Written] = PrivateAttr(default_factory=dict)
 
     def __init__(self, **options: Any) -> None:
@@ -213,7 +219,7 @@ class Config(BaseModel):
             for name, value in section
             if value is not None
         }
-        return groups | {"inner": self.inner} | families
+        return groups | {name: getattr(self, name) for name in OF_BACKEND} | families
 
     def written(self, option: str) -> Written | None:
         """Return how an option was set, by its full name; None where the default holds."""
@@ -258,6 +264,9 @@ class Config(BaseModel):
         return hash(tuple(self.__dict__.items()))
 
 
+OF_BACKEND = ("inner", "cuda_graphs")
+"""Options of the compiler, without a group."""
+
 GROUPS: dict[str, type[BaseModel]] = {
     "memory": MemoryConfig,
     "attention": AttentionConfig,
@@ -265,7 +274,7 @@ GROUPS: dict[str, type[BaseModel]] = {
 }
 OPTIONS: tuple[str, ...] = (
     *(f"{group}.{name}" for group, model in GROUPS.items() for name in model.model_fields),
-    "inner",
+    *OF_BACKEND,
 )
 NAMES = Names(GROUPS, OPTIONS)
 
@@ -277,6 +286,24 @@ def option_names(options: Mapping[str, Any]) -> set[str]:
         ConfigError: one is unknown or given twice.
     """
     return set(_given(options, ""))
+
+
+def refuse_options_of_backend(options: Mapping[str, Any], whose: str) -> None:
+    """Refuse options that only the compiler uses.
+
+    Args:
+        options: as they were given.
+        whose: what they were given to, in words.
+
+    Raises:
+        ConfigError: one is among them.
+    """
+    for name in OF_BACKEND:
+        if name in options:
+            raise ConfigError(
+                f"{name} = {options[name]!r}: a {whose} compiles nothing; give it to the backend, "
+                f'options={{"{name}": ...}}'
+            )
 
 
 def _given(overrides: Mapping[str, Any], origin: str) -> dict[str, Written]:

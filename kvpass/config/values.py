@@ -170,6 +170,15 @@ def _distance(value: object) -> int | None:
     return distance
 
 
+def _boolean_or_auto(value: object) -> object:
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return "auto"
+    try:
+        return _boolean(value)
+    except ValueError as error:
+        raise ValueError(f"{error}, or 'auto'") from None
+
+
 def _expression(value: object) -> Expression | None:
     if value is None or isinstance(value, Expression):
         return value
@@ -180,6 +189,7 @@ def _expression(value: object) -> Expression | None:
 
 
 Boolean = Annotated[bool, BeforeValidator(_boolean)]
+BooleanOrAuto = Annotated[bool | Literal["auto"], BeforeValidator(_boolean_or_auto)]
 Integer = Annotated[int, BeforeValidator(_integer)]
 Number = Annotated[float, BeforeValidator(_number)]
 BlockSize = Annotated[int, BeforeValidator(lambda value: _multiple_of_32(_integer(value)))]

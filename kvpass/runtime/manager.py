@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from kvpass import cpu_ops
-from kvpass.config import Config, FairnessConfig
+from kvpass.config import Config, FairnessConfig, refuse_options_of_backend
 from kvpass.config.families import DEFAULT
 from kvpass.errors import CacheStateError, CapacityError, ConfigError, ShapeError
 from kvpass.runtime import observe, pressure, roster
@@ -77,11 +77,7 @@ class Manager(OfThisProcess):
         super().__init__()
         if config is not None and not isinstance(config, Config):
             raise ConfigError(f"{config!r} is no config: write kvpass.Manager(hot=...)")
-        if "inner" in options:
-            raise ConfigError(
-                f"inner = {options['inner']!r}: a manager compiles nothing; give it to the "
-                'backend, options={"inner": ...}'
-            )
+        refuse_options_of_backend(options, "manager")
         if config is not None and options:
             raise ConfigError(
                 f"{', '.join(options)} beside a config: give them to the config, or no config"

@@ -136,6 +136,7 @@ BAD: list[tuple[str, Any]] = [
     *[("memory.heat_interval", value) for value in (0, -64, "0")],
     *[("memory.poison", value) for value in ("maybe", 2, 0.5, None)],
     *[("inner", value) for value in ("nvcc", "", None, 1)],
+    *[("cuda_graphs", value) for value in ("maybe", 2, None)],
     *[("memory.cold_dir", value) for value in ("", 3, "/no/such/folder")],
 ]
 

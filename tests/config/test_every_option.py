@@ -43,6 +43,7 @@ SHOWN_BY = {
     "fairness.latency_weight": (SHARES, "the_weight_of_the_description"),
     "fairness.token_weight": (SHARES, "the_weight_of_the_description"),
     "inner": ("tests/test_backend.py", "inner_compilers_agree"),
+    "cuda_graphs": ("tests/test_replay.py", "the_option_switches_graphs_off"),
     "optimizations.<family>.block_size": (
         "tests/test_family_tiles.py", "a_tile_bounds_what_is_scored_at_once"
     ),

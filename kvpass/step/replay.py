@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode steps as CUDA graphs: captured when a step comes again, then replayed.
+
+A replay costs the host one launch and none of the Python of the step. Everything whose address or
+shape may differ between calls is copied into tensors of the graph first; parameters are read where
+they are, and a step whose parameters have moved is captured anew. Kernels find lengths and blocks
+through the manager's tables, which never move, so neither another cache nor another length nor a
+block that changed its place makes a new graph.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kvpass.graph.prelude import Prelude
+from kvpass.runtime.table import tables_for
+from kvpass.warn import warn_user
+
+WARM_UP = 2
+"""Calls of a shape that run as they are: they compile kernels, and prompts come once."""
+
+MOST_GRAPHS = 8
+"""Of one step; a caller whose shapes keep changing is not captured."""
+
+SMALL = 1 << 20
+"""Bytes of an input up to which it is copied at every call; larger ones have to stay in place."""
+
+SHORTEST_MASK = 1024
+"""Columns of the shortest mask of a graph; they double, so that few graphs are made."""
+
+
+class Capture(Protocol):
+    """What makes graphs of device work, and orders those who use one."""
+
+    def available(self, inputs: Sequence[Any]) -> bool:
+        """Whether a call with these inputs may be captured now."""
+        ...
+
+    def key(self) -> Any:
+        """What else a graph depends on beside its inputs."""
+        ...
+
+    def begin(self) -> None:
+        """Let what is launched from here on follow what was launched before the last ``end``."""
+        ...
+
+    def end(self) -> None:
+        """All that uses a graph is launched."""
+        ...
+
+    def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """How to replay ``run``, and what it returned: tensors that each replay fills again."""
+        ...
+
+
+@dataclass
+class Copied:
+    """A tensor of a graph, and what was copied into it last."""
+
+    tensor: Tensor
+    source: weakref.ref[Tensor] | None = None
+    version: int = -1
+
+    def take(self, value: Tensor) -> None:
+        """Copy, unless nothing has changed."""
+        # By the object: another tensor may get the address of one that is gone.
+        counted = not value.is_inference()
+        same = counted and self.source is not None and self.source() is value
+        if same and self.version == value._version:
+            return
+        self.tensor.copy_(value, non_blocking=True)
+        self.source = weakref.ref(value) if counted else None
+        self.version = value._version if counted else -1
+
+
+@dataclass
+class Graph:
+    """One captured step.
+
+    Attributes:
+        fixed: (input, address) of those that are read where they are.
+        copied: (input, tensor of the graph).
+        masks: (input, tensor of the graph), whose first columns are filled.
+        outputs: what a replay fills.
+    """
+
+    replay: Callable[[], None]
+    fixed: list[tuple[int, int]]
+    copied: list[tuple[int, Copied]]
+    masks: list[tuple[int, Tensor]]
+    outputs: Any
+
+
+class Replayer:
+    """Runs the rest of a step behind its prelude, captured where that is possible.
+
+    Any thread may call it; its graphs are used by one at a time.
+
+    Attributes:
+        replays: calls that were served by a graph.
+
+    Args:
+        prelude: how the step was cut.
+        early: runs the prelude.
+        late: runs the rest.
+        capture: makes graphs.
+    """
+
+    def __init__(
+        self,
+        prelude: Prelude,
+        early: Callable[..., Any] | None,
+        late: Callable[..., Any],
+        capture: Capture,
+    ) -> None:
+        self._prelude = prelude
+        self._early = early
+        self._late = late
+        self._capture = capture
+        self._graphs: dict[Any, Graph] = {}
+        self._seen: dict[Any, int] = {}
+        self._made_so_far = 0
+        self._given_up = False
+        self._lock = threading.Lock()
+        self.replays = 0
+
+    def __call__(self, *args: Any) -> Any:
+        """Run one step."""
+        prelude = self._prelude
+        found = () if self._early is None else self._early(*args)
+        end = prelude.values + prelude.masks
+        inputs = [*(args[i] for i in prelude.kept), *found[:end]]
+        outputs = self._run(inputs)
+        if not prelude.numbers:
+            return outputs
+        filled = list(outputs)
+        for position, number in zip(prelude.numbers, found[end:], strict=True):
+            filled[position] = number
+        return type(outputs)(filled)
+
+    def _run(self, inputs: list[Any]) -> Any:
+        if not self._capture.available(inputs) or (self._given_up and not self._graphs):
+            return self._late(*inputs)
+        first_mask = len(inputs) - self._prelude.masks
+        key = self._key(inputs, first_mask)
+        graph = self._graphs.get(key)
+        if graph is not None and any(inputs[i].data_ptr() != at for i, at in graph.fixed):
+            del self._graphs[key]
+            self._seen[key] = 0
+            graph = None
+        if graph is None and self._given_up:
+            return self._late(*inputs)
+        if graph is None:
+            count = self._seen[key] = self._seen.get(key, 0) + 1
+            if count <= WARM_UP:
+                return self._late(*inputs)
+            graph = self._made(inputs, first_mask)
+            self._made_so_far += 1
+            self._given_up = graph is None or self._made_so_far >= MOST_GRAPHS
+            if graph is None:
+                return self._late(*inputs)
+            self._graphs[key] = graph
+        with self._lock:
+            self._capture.begin()
+            for i, copied in graph.copied:
+                copied.take(inputs[i])
+            for i, mask in graph.masks:
+                mask[:, : inputs[i].shape[1]].copy_(inputs[i], non_blocking=True)
+            graph.replay()
+            outputs = _clones(graph.outputs)
+            self._capture.end()
+        self.replays += 1
+        return outputs
+
+    def _key(self, inputs: list[Any], first_mask: int) -> Any:
+        parts: list[Any] = [self._capture.key()]
+        for i, value in enumerate(inputs):
+            if isinstance(value, nn.Parameter):
+                continue  # its address is compared
+            if not isinstance(value, Tensor):
+                parts.append(value)
+            elif i >= first_mask:
+                parts.append((_capacity(value.shape[1]), value.shape[0], value.dtype))
+            else:
+                parts.append((value.shape, value.stride(), value.dtype))
+        return tuple(parts)
+
+    def _made(self, inputs: list[Any], first_mask: int) -> Graph | None:
+        """A graph of this call; None where it cannot be captured, which is said once."""
+        written = set(self._prelude.written)
+        fixed: list[tuple[int, int]] = []
+        copied: list[tuple[int, Copied]] = []
+        masks: list[tuple[int, Tensor]] = []
+        own = list(inputs)
+        for i, value in enumerate(inputs):
+            if not isinstance(value, Tensor):
+                continue
+            if i >= first_mask:
+                size = (value.shape[0], _capacity(value.shape[1]))
+                own[i] = torch.zeros(size, dtype=value.dtype, device=value.device)
+                masks.append((i, own[i]))
+            elif isinstance(value, nn.Parameter) or i in written or _size(value) > SMALL:
+                fixed.append((i, value.data_ptr()))
+            else:
+                own[i] = value.clone(memory_format=torch.preserve_format)
+                copied.append((i, Copied(own[i])))
+        for i, tensor in masks:
+            tensor[:, : inputs[i].shape[1]].copy_(inputs[i])
+        try:
+            replay, outputs = self._capture.capture(lambda: self._late(*own))
+        except Exception as error:  # the step itself has run twice: it is the capture that fails
+            warn_user(
+                f"kvpass: a decode step could not be captured into a CUDA graph, and runs without "
+                f"one, which is slower: {type(error).__name__}: {str(error).splitlines()[0]}"
+            )
+            return None
+        addresses = {value.data_ptr() for value in own if isinstance(value, Tensor)}
+        tensors = [out for out in _leaves(outputs) if isinstance(out, Tensor)]
+        if any(out.numel() and out.data_ptr() in addresses for out in tensors):
+            return None  # an input that is returned: the caller has to get its own
+        return Graph(replay, fixed, copied, masks, outputs)
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _capacity(columns: int) -> int:
+    return max(SHORTEST_MASK, 1 << (columns - 1).bit_length())
+
+
+def _leaves(outputs: Any) -> list[Any]:
+    return list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
+
+
+def _clones(outputs: Any) -> Any:
+    """Copies that the next replay does not change."""
+    if isinstance(outputs, (tuple, list)):
+        return type(outputs)(map(_clones, outputs))
+    return outputs.clone() if isinstance(outputs, Tensor) else outputs
+
+
+class CudaCapture:
+    """CUDA graphs with a memory pool of their own.
+
+    Args:
+        device: where the step runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
+        self._last: Any = None
+
+    def available(self, inputs: Sequence[Any]) -> bool:
+        """See :class:`Capture`."""
+        return not torch.cuda.is_current_stream_capturing()
+
+    def key(self) -> Any:
+        """See :class:`Capture`: where the workspaces of kernels end."""
+        return tables_for(self._device).max_blocks
+
+    def begin(self) -> None:
+        """See :class:`Capture`."""
+        if self._last is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._last)
+
+    def end(self) -> None:
+        """See :class:`Capture`."""
+        self._last = torch.cuda.current_stream(self._device).record_event()
+
+    def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """See :class:`Capture`."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with (
+            torch.cuda.device(self._device),
+            # Other threads go on with work of their own, as the copy engine does.
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
+            outputs = run()
+        return graph.replay, outputs

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode steps that are captured once and replayed, with a capture made by hand on the CPU."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
+
+import kvpass
+from kvpass import backends
+from kvpass.graph.prelude import Prelude
+from kvpass.step.replay import MOST_GRAPHS, SHORTEST_MASK, WARM_UP, Replayer
+from tests.models import compile_with, generate, prompt, tiered, tiny
+
+
+class Hand:
+    """Replays by running again; as of a real graph, a capture has no effect on blocks."""
+
+    def __init__(self) -> None:
+        self.captured = self.replayed = self.open = 0
+        self.workspace = 1
+        self.capturing = False
+        self.fails: Exception | None = None
+
+    def available(self, inputs) -> bool:
+        return True
+
+    def key(self) -> int:
+        return self.workspace
+
+    def begin(self) -> None:
+        assert self.open == 0, "two use a graph at once"
+        self.open += 1
+
+    def end(self) -> None:
+        self.open -= 1
+
+    def capture(self, run):
+        if self.fails is not None:
+            raise self.fails
+        self.captured += 1
+        self.capturing = True
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            shapes = run()
+        self.capturing = False
+        outputs = tuple(
+            torch.empty_strided(out.shape, out.stride(), dtype=out.dtype)
+            if isinstance(out, FakeTensor)
+            else out
+            for out in shapes
+        )
+
+        def replay() -> None:
+            self.replayed += 1
+            for target, value in zip(outputs, run(), strict=True):
+                if isinstance(target, torch.Tensor):
+                    target.copy_(value)
+
+        return replay, outputs
+
+
+@pytest.fixture
+def hand(monkeypatch):
+    hand = Hand()
+    monkeypatch.setattr(backends, "capture_for", lambda device: hand)
+    yield hand
+    torch._dynamo.reset()
+
+
+def plain_tokens(name: str, ids, mask, tokens: int, **kwargs):
+    return generate(tiny(name), ids, mask, tokens, **kwargs).sequences
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
+def test_one_graph_serves_every_length_and_cache(hand, name, padding):
+    model = tiny(name)
+    compile_with(model, cuda_graphs=True)
+    for seed, length in ((1, 20), (2, 41)):
+        ids, mask = prompt(2, length, padding, seed=seed)
+        got = generate(model, ids, mask, 30, past_key_values=tiered(model)).sequences
+        assert torch.equal(got, plain_tokens(name, ids, mask, 30))
+    assert hand.captured == 1
+    assert hand.replayed == 2 * 29 - WARM_UP
+
+
+def test_an_unmodified_dynamic_cache_is_served_too(hand):
+    model = tiny("llama")
+    compile_with(model, cuda_graphs=True)
+    ids, mask = prompt(1, 20)
+    got = generate(model, ids, mask, 40).sequences
+    assert torch.equal(got, plain_tokens("llama", ids, mask, 40))
+    assert hand.captured == 1 and hand.replayed >= 30
+
+
+def test_the_option_switches_graphs_off(hand, monkeypatch):
+    model = tiny("llama")
+    compile_with(model)
+    ids, mask = prompt(1, 20)
+    generate(model, ids, mask, 10, past_key_values=tiered(model))
+    assert hand.captured == 0, "not in the default mode"
+    torch._dynamo.reset()
+    monkeypatch.setenv("KVPASS_INNER", "eager")
+    model.compile(backend=kvpass.backend, mode="reduce-overhead")
+    generate(model, ids, mask, 10, past_key_values=tiered(model))
+    assert hand.captured == 1
+    hand.captured = 0
+    compile_with(model, cuda_graphs=False)
+    ids, mask = prompt(1, 20)
+    generate(model, ids, mask, 10, past_key_values=tiered(model))
+    assert hand.captured == 0
+    for maker in (lambda **o: kvpass.TieredCache(model.config, 10, **o), kvpass.Manager):
+        with pytest.raises(kvpass.errors.ConfigError, match=r"cuda_graphs.*give it to the backend"):
+            maker(cuda_graphs=False)
+
+
+def test_what_cannot_be_captured_runs_as_it_is_and_says_so_once(hand):
+    hand.fails = RuntimeError("operation not permitted when stream is capturing\nmore")
+    model = tiny("llama")
+    compile_with(model, cuda_graphs=True)
+    ids, mask = prompt(1, 20)
+    with pytest.warns(kvpass.errors.KVPassWarning, match="not permitted when stream") as seen:
+        got = generate(model, ids, mask, 20, past_key_values=tiered(model)).sequences
+    assert torch.equal(got, plain_tokens("llama", ids, mask, 20))
+    assert sum("captured" in str(each.message) for each in seen) == 1
+
+
+def test_parameters_that_move_are_captured_anew(hand):
+    model, plain = tiny("llama"), tiny("llama")
+    compile_with(model, cuda_graphs=True)
+    ids, mask = prompt(1, 20)
+    generate(model, ids, mask, 12, past_key_values=tiered(model))
+    assert hand.captured == 1
+    for each in (model, plain):
+        each.lm_head.weight.data = each.lm_head.weight.data.flip(0).clone()
+    got = generate(model, ids, mask, 12, past_key_values=tiered(model)).sequences
+    assert torch.equal(got, generate(plain, ids, mask, 12).sequences)
+    assert hand.captured == 2
+
+
+def test_parameters_changed_in_place_count_at_once(hand):
+    model, plain = tiny("llama"), tiny("llama")
+    compile_with(model, cuda_graphs=True)
+    ids, mask = prompt(1, 20)
+    generate(model, ids, mask, 12, past_key_values=tiered(model))
+    with torch.no_grad():
+        for each in (model, plain):
+            each.lm_head.weight.mul_(-1)
+            each.model.rotary_emb.inv_freq.mul_(0.5)  # a small buffer, which graphs copy
+    got = generate(model, ids, mask, 12, past_key_values=tiered(model)).sequences
+    assert torch.equal(got, generate(plain, ids, mask, 12).sequences)
+    assert hand.captured == 1
+
+
+def test_a_longer_workspace_is_captured_anew(hand):
+    model = tiny("llama")
+    compile_with(model, cuda_graphs=True)
+    ids, mask = prompt(1, 20)
+    generate(model, ids, mask, 10, past_key_values=tiered(model))
+    hand.workspace = 2
+    got = generate(model, ids, mask, 10, past_key_values=tiered(model)).sequences
+    assert torch.equal(got, plain_tokens("llama", ids, mask, 10))
+    assert hand.captured == 2
+
+
+def test_beams_and_samples_are_as_without_graphs(hand):
+    model, plain = tiny("llama"), tiny("llama")
+    compile_with(model, cuda_graphs=True)
+    ids, mask = prompt(2, 20, 3)
+    for kwargs in ({"num_beams": 3}, {"do_sample": True, "top_k": 20, "temperature": 0.8}):
+        torch.manual_seed(7)
+        got = generate(model, ids, mask, 16, past_key_values=tiered(model), **kwargs).sequences
+        torch.manual_seed(7)
+        assert torch.equal(got, generate(plain, ids, mask, 16, **kwargs).sequences)
+    assert hand.captured == 2  # 6 sequences, and 2
+
+
+def test_two_threads_do_not_mix(hand):
+    model = tiny("llama")
+    compile_with(model, cuda_graphs=True)
+    jobs = [prompt(1, 20, seed=seed) for seed in range(2)]
+    generate(model, *jobs[0], 8, past_key_values=tiered(model))
+    want = [plain_tokens("llama", *job, 40) for job in jobs]
+    got: dict[int, torch.Tensor] = {}
+
+    def run(number: int) -> None:
+        got[number] = generate(model, *jobs[number], 40, past_key_values=tiered(model)).sequences
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(got[number], want[number]) for number in range(2))
+
+
+# ------------------------------------------------------------- the replayer alone
+
+
+def replayer(hand, run, **changes) -> Replayer:
+    cut = {"graph": None, "kept": [0, 1], "values": 0, "masks": 0, "numbers": [], "written": []}
+    return Replayer(Prelude(**cut | changes), None, run, hand)
+
+
+def warm(step: Replayer, *args) -> None:
+    for _ in range(WARM_UP):
+        step(*args)
+
+
+def test_outputs_stay_when_the_next_replay_comes(hand):
+    step = replayer(hand, lambda x, w: (x * w,))
+    w = torch.nn.Parameter(torch.tensor([2.0, 3.0]), requires_grad=False)
+    outputs = [step(torch.full((2,), float(i)), w)[0] for i in range(6)]
+    assert [out.tolist() for out in outputs] == [[2.0 * i, 3.0 * i] for i in range(6)]
+    assert step.replays == 4
+
+
+def test_an_input_at_the_address_of_one_that_is_gone_is_read(hand):
+    """By the address and the version alone, it would pass for the one before."""
+    step = replayer(hand, lambda x, w: (x + w,))
+    w, memory = torch.ones(4), torch.zeros(4)
+    warm(step, memory, w)
+    for i in range(20):
+        x = memory.view(4) if i % 2 else memory.detach()
+        memory.numpy()[...] = i  # no version counts this
+        assert step(x, w)[0].tolist() == [i + 1.0] * 4
+        del x
+
+
+def test_inference_tensors_are_read_each_time(hand):
+    step = replayer(hand, lambda x, w: (x + w,))
+    with torch.inference_mode():
+        x, w = torch.zeros(3), torch.ones(3)
+        for i in range(6):
+            x.fill_(i)
+            assert step(x, w)[0].tolist() == [i + 1.0] * 3
+
+
+def test_what_a_step_writes_to_is_written(hand):
+    counter = torch.zeros(1)
+
+    def run(x, count):
+        if not hand.capturing:
+            count.add_(1)
+        return (x + count,)
+
+    step = replayer(hand, run, written=[1])
+    for i in range(6):
+        assert step(torch.zeros(1), counter)[0].item() == i + 1
+    assert counter.item() == 6
+    other = torch.zeros(1)
+    assert step(torch.zeros(1), other)[0].item() == 1 == other.item()
+
+
+def test_an_input_that_is_returned_is_not_captured(hand):
+    step = replayer(hand, lambda x, w: (x, x + w))
+    w = torch.ones(2)
+    for i in range(6):
+        x = torch.full((2,), float(i))
+        out = step(x, w)
+        assert out[0] is x and out[1].tolist() == [i + 1.0] * 2
+    assert step.replays == 0
+
+
+def test_shapes_that_keep_changing_are_not_captured_for_ever(hand):
+    step = replayer(hand, lambda x, w: (x.sum() + w,))
+    w = torch.zeros(1)
+    for size in range(1, 3 * MOST_GRAPHS):
+        for _ in range(4):
+            assert step(torch.ones(size), w)[0].item() == size
+    assert hand.captured == MOST_GRAPHS
+
+
+def test_masks_of_all_lengths_share_a_graph(hand):
+    step = replayer(hand, lambda x, mask: (x + mask.sum(),), masks=1, kept=[0], graph=None)
+    step._early = lambda x, mask: (mask,)
+    for size in (3, 4, 5, 900, 17, SHORTEST_MASK):
+        out = step(torch.zeros(1), torch.ones(1, size, dtype=torch.int64))[0]
+        # What a shorter mask leaves behind is past the end of the sequence, where nothing looks.
+        assert out.item() >= size
+    assert hand.captured == 1
+    step(torch.zeros(1), torch.ones(1, SHORTEST_MASK + 1, dtype=torch.int64))
+    assert hand.captured == 1, "a longer one begins again"
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_a_step_that_was_cut_is_compiled_whole(hand, monkeypatch, inner):
+    """Whoever captures must not matter to the compiler: masks of any length, one compilation."""
+    monkeypatch.setattr(hand, "available", lambda inputs: False)
+    compiled = []
+    real = backends.compile_inner
+    monkeypatch.setattr(
+        backends, "compile_inner", lambda gm, *rest: compiled.append(gm) or real(gm, *rest)
+    )
+    model = tiny("llama")
+    compile_with(model, inner, cuda_graphs=True)
+    for length, padding in ((20, 3), (61, 0)):
+        ids, mask = prompt(2, length, padding)
+        got = generate(model, ids, mask, 12, past_key_values=tiered(model)).sequences
+        assert torch.equal(got, plain_tokens("llama", ids, mask, 12))
+    step = compiled[1].graph
+    names = [node.name for node in step.nodes if node.op == "placeholder"]
+    assert "kvpass_mask_0" in names
+    assert not any("lengths" in name or "attention_mask" in name for name in names)
