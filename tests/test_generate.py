@@ -132,6 +132,14 @@ def test_prompts_of_different_lengths_as_lists(models):
         assert tokens == expected(models, ids, torch.ones_like(ids))[0]
 
 
+@pytest.mark.parametrize(("chunk", "padding"), [(7, 0), (8, 11), (64, 0), (1, 0)])
+def test_a_prompt_in_pieces_gives_the_same_tokens(models, chunk, padding):
+    ids, mask = prompt(2, 23, padding)
+    got = run(models, ids, mask, chunk=chunk)
+    assert got.tokens == expected(models, ids, mask)
+    assert got.cache.get_seq_length() == 23 + 12 - 1
+
+
 def test_an_unmodified_cache_and_no_cache(models):
     from transformers import DynamicCache
 
@@ -276,6 +284,9 @@ def test_padding_is_not_penalised():
     [
         ({"max_new_tokens": 0}, ConfigError, "max_new_tokens = 0"),
         ({"max_new_tokens": True}, ConfigError, "max_new_tokens"),
+        ({"max_new_tokens": None}, ConfigError, "max_new_tokens = None"),
+        ({"chunk": 0}, ConfigError, "chunk = 0"),
+        ({"chunk": 2.0}, ConfigError, "chunk = 2.0"),
         ({"temperature": -0.1}, ConfigError, "temperature = -0.1"),
         ({"temperature": float("nan")}, ConfigError, "temperature"),
         ({"temperature": "0.7"}, ConfigError, "temperature = '0.7'"),

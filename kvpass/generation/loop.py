@@ -54,6 +54,7 @@ def generate(
     cache: Any = None,
     *,
     max_new_tokens: int = 128,
+    chunk: int | None = None,
     attention_mask: Tensor | None = None,
     temperature: float = 0.0,
     top_k: int | None = None,
@@ -76,6 +77,8 @@ def generate(
         cache: what the prompt continues; None: a new :class:`kvpass.TieredCache`, with the options
             of the environment.
         max_new_tokens: new tokens at most.
+        chunk: tokens of the prompt that are processed at once, which bounds the memory of
+            activations; None: all.
         attention_mask: ``[B, stored + n]``, 0 for padding on the left, of a prompt that is a
             tensor.
         temperature, top_k, top_p, repetition_penalty: see
@@ -94,12 +97,10 @@ def generate(
         UnsupportedError: the model cannot be called, or not with padding.
     """
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
-    if (
-        not isinstance(max_new_tokens, int)
-        or isinstance(max_new_tokens, bool)
-        or max_new_tokens < 1
-    ):
-        raise ConfigError(f"max_new_tokens = {max_new_tokens!r}: give an integer from 1")
+    for name, number in (("max_new_tokens", max_new_tokens), ("chunk", chunk)):
+        whole = isinstance(number, int) and not isinstance(number, bool)
+        if not (whole and number >= 1) and (name, number) != ("chunk", None):  # type: ignore[operator]
+            raise ConfigError(f"{name} = {number!r}: give an integer from 1")
     stops = [stop] if isinstance(stop, str) else list(stop)
     if not all(isinstance(each, str) and each for each in stops):
         raise ConfigError(f"stop = {stop!r}: give strings that are not empty")
@@ -118,7 +119,7 @@ def generate(
     texts = [TextOf(decode, stops) for _ in ids] if decode is not None else []
     reader = _Reader(len(ids), ends, max_new_tokens, texts, on_tokens, on_text)
     with torch.no_grad():
-        _run(call, ids, shown, past, max_new_tokens, Sampler(
+        _run(call, ids, shown, past, chunk or ids.shape[1], max_new_tokens, Sampler(
             sampling, ids, None if shown is None else shown[:, past:], generator
         ), reader, ends)  # fmt: skip
     reader.finish()
@@ -133,6 +134,7 @@ def _run(
     ids: Tensor,
     shown: Tensor | None,
     past: int,
+    chunk: int,
     count: int,
     sampler: Sampler,
     reader: _Reader,
@@ -140,7 +142,7 @@ def _run(
 ) -> None:
     """Launch steps until the reader has seen the end of all sequences."""
     size, n = ids.shape
-    mask = positions = None
+    mask = None
     if shown is None:
         positions = torch.arange(past, past + n, device=ids.device).expand(size, n)
     else:
@@ -150,10 +152,13 @@ def _run(
     stopping = torch.tensor(sorted(ends), device=ids.device)
     filler = stopping[:1] if len(stopping) else None
     ended = torch.zeros(size, 1, dtype=torch.bool, device=ids.device)
-    tokens = ids
+    last = (n - 1) // chunk * chunk
+    for first in range(0, last, chunk):
+        part = slice(first, first + chunk)
+        call(ids[:, part], positions[:, part], _first(mask, past + part.stop))
+    tokens, positions = ids[:, last:], positions[:, last:]
     for i in range(count):
-        stored = past + n + i
-        logits = call(tokens, positions, None if mask is None else mask[:, :stored])
+        logits = call(tokens, positions, _first(mask, past + n + i))
         tokens = sampler(logits)
         if filler is not None:
             tokens = torch.where(ended, filler, tokens)
@@ -162,6 +167,10 @@ def _run(
         reader.send(tokens)
         if reader.done():
             return
+
+
+def _first(mask: Tensor | None, columns: int) -> Tensor | None:
+    return None if mask is None else mask[:, :columns]
 
 
 class _Reader:
