@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -29,7 +28,14 @@ from kvpass.graph.kv import is_update
 from kvpass.graph.legality import graph_refusal
 from kvpass.graph.plan import Plan
 from kvpass.graph.prelude import GrowsWithLength, cut
-from kvpass.graph.report import GraphReport, completed, observe, report_graph, text_of
+from kvpass.graph.report import (
+    GraphReport,
+    completed,
+    is_observed,
+    observe,
+    report_graph,
+    text_of,
+)
 from kvpass.graph.rewrite import keep_effects, rewrite
 from kvpass.runtime.locks import fork_safe_lock
 from kvpass.runtime.manager import Manager
@@ -112,7 +118,8 @@ def backend(
         probe.run = _module(gm, probe.graph).forward
     for part in (part for check in plan.tables for part in check.parts):
         part.run = _module(gm, part.graph).forward
-    observe(completed(report, plan.gone, before, text_of(_module(gm, graph))))
+    after = text_of(_module(gm, graph))
+    observe(completed(report, plan.gone, before, after, _growth(graph, plan)))
     inner = _compile_step(gm, graph, plan, config)
     plain = _module(gm, _copy(gm)).forward if _may_need_it(plan) else inner
     return RewrittenGraph(plan, inner, config, manager_for, plain)
@@ -122,15 +129,14 @@ def _compile_step(
     gm: fx.GraphModule, graph: fx.Graph, plan: Plan, config: Config
 ) -> Callable[..., Any]:
     """Compile a rewritten graph, on a GPU so that its decode steps are captured."""
-    shapes = [shape for group in plan.tiered for shape in group.layers.values()]
-    shapes += [site.shape for sites in plan.functional for site in sites]
-    devices = {shape.device for shape in shapes}
+    devices = {shape.device for shape in plan.shapes}
     capture = capture_for(*devices) if config.cuda_graphs and len(devices) == 1 else None
     prelude = None
-    if capture is not None and all(_is_decode(shape.tokens) for shape in shapes):
-        with suppress(GrowsWithLength):
-            batches = {shape.batch for shape in shapes if not isinstance(shape.batch, int)}
-            prelude = cut(graph, set().union(*(batch.free_symbols for batch in batches)))
+    if capture is not None and plan.is_decode:
+        try:
+            prelude = cut(graph, plan.batch_symbols)
+        except GrowsWithLength as reason:
+            _warn_once(f"decode steps run without a CUDA graph, which is slower: {reason}")
     examples = [example(node) for node in graph.nodes if node.op == "placeholder"]
     inner = compile_inner(_module(gm, graph), examples, config)
     if prelude is None or capture is None:
@@ -144,12 +150,18 @@ def capture_for(device: torch.device) -> Capture | None:
     return CudaCapture(device) if device.type == "cuda" and torch.version.hip is None else None
 
 
-MOST_TOKENS = 16
-"""New tokens of a call that counts as a decode step: prompts do not come again."""
-
-
-def _is_decode(tokens: Any) -> bool:
-    return isinstance(tokens, int) and tokens <= MOST_TOKENS
+def _growth(graph: fx.Graph, plan: Plan) -> str | None:
+    """What keeps a decode step from being captured, for who asks; None of other graphs."""
+    if not is_observed() or not plan.is_decode:
+        return None
+    copy = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    copy.output(copy.graph_copy(graph, values))
+    try:
+        cut(copy, plan.batch_symbols)
+    except GrowsWithLength as reason:
+        return str(reason)
+    return ""
 
 
 def _may_need_it(plan: Plan) -> bool:

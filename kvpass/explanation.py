@@ -54,9 +54,20 @@ class Explanation:
         return f"{self.rewritten} of {count} attention sites rewritten"
 
     @property
+    def steps(self) -> str:
+        """Whether one CUDA graph can serve the decode steps seen; empty if there were none."""
+        found = [graph.grows for graph in self.graphs if graph.grows is not None]
+        if not found:
+            return ""
+        reasons = dict.fromkeys(filter(None, found))
+        if reasons:
+            return f"decode steps cannot be CUDA graphs: {'; '.join(reasons)}"
+        return "decode steps have fixed shapes: a CUDA graph serves them with cuda_graphs"
+
+    @property
     def text(self) -> str:
-        """The report that `explain` prints: the headline and a line a site."""
-        lines = [self.headline]
+        """The report that `explain` prints: the headline, a line of steps, and a line a site."""
+        lines = [self.headline, *filter(None, [self.steps])]
         for site in self.sites:
             what = f"rewritten ({site.form}, mask: {site.mask})"
             if site.gone:

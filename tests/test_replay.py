@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 import kvpass
 from kvpass import backends
 from kvpass.graph.prelude import Prelude
+from kvpass.graph.report import observed
 from kvpass.step.replay import MOST_GRAPHS, SHORTEST_MASK, WARM_UP, Replayer
 from tests.models import compile_with, generate, prompt, tiered, tiny
 
@@ -305,3 +306,37 @@ def test_a_step_that_was_cut_is_compiled_whole(hand, monkeypatch, inner):
     names = [node.name for node in step.nodes if node.op == "placeholder"]
     assert "kvpass_mask_0" in names
     assert not any("lengths" in name or "attention_mask" in name for name in names)
+
+
+def test_explain_says_what_steps_are():
+    model = tiny("llama")
+    with torch.no_grad():
+        cache = tiered(model)
+        model(prompt(1, 20)[0], past_key_values=cache)
+        explanation = kvpass.explain(model, prompt(1, 1)[0], past_key_values=cache, verbose=False)
+    assert "decode steps have fixed shapes" in explanation.text
+    assert explanation.as_dict()["graphs"][0]["grows"] == ""
+
+
+def test_a_step_that_grows_is_named(hand):
+    """A bias with a column a token is an operand of the attention."""
+
+    class Model(torch.nn.Module):
+        def forward(self, x, cache):
+            k, v = cache.update(x, x, 0)
+            bias = torch.arange(k.shape[2], dtype=x.dtype)[None, None, None] * 0.1
+            return torch.nn.functional.scaled_dot_product_attention(x, k, v, attn_mask=bias)
+
+    model, cache = Model(), tiered(tiny("llama"))
+    compiled = torch.compile(model, backend=kvpass.backend, options={"cuda_graphs": True})
+    x = torch.randn(1, 2, 1, 16)
+    reports = []
+    with (
+        torch.no_grad(),
+        observed(reports.append),
+        pytest.warns(kvpass.errors.KVPassWarning, match="without a CUDA graph"),
+    ):
+        for _ in range(4):
+            compiled(x, cache)
+    assert reports[-1].grows and "operand" in reports[-1].grows
+    assert hand.captured == 0

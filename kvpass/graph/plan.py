@@ -11,6 +11,9 @@ import torch
 from kvpass.graph.probe import Probe
 from kvpass.graph.tables import TableCheck
 
+DECODE_TOKENS = 16
+"""New tokens of a call that counts as a decode step: prompts do not come again."""
+
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -126,3 +129,22 @@ class Plan:
     rewritten: int = 0
     gone: list[tuple[str, ...]] = field(default_factory=list)
     family: str = "default"
+
+    @property
+    def shapes(self) -> list[LayerShape]:
+        """Of all sites."""
+        tiered = [shape for group in self.tiered for shape in group.layers.values()]
+        return tiered + [site.shape for sites in self.functional for site in sites]
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether a call appends few tokens, so that calls of the same shape follow."""
+        return all(
+            isinstance(shape.tokens, int) and shape.tokens <= DECODE_TOKENS for shape in self.shapes
+        )
+
+    @property
+    def batch_symbols(self) -> set[Any]:
+        """Symbols of the number of sequences."""
+        symbolic = [shape.batch for shape in self.shapes if not isinstance(shape.batch, int)]
+        return set().union(*(batch.free_symbols for batch in symbolic))

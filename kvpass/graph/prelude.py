@@ -73,9 +73,9 @@ def cut(graph: fx.Graph, fixed: Set[Any] = frozenset()) -> Prelude:
             rest = [each for each in growing if each not in (returned[i] for i in numbers)]
             if rest:
                 raise GrowsWithLength(f"{rest[0].name} is returned")
-        elif (mask := _mask_of(node)) is None:
+        elif not _attends(node):
             values[node] = None
-        elif growing == [mask]:
+        elif (mask := _mask_of(node)) is not None and growing == [mask]:
             masks[mask] = None
         else:
             other = next(each for each in growing if each is not mask)
@@ -125,12 +125,17 @@ def _symbols(value: Any) -> set[Any]:
     return set()
 
 
+def _attends(node: fx.Node) -> bool:
+    """Whether a node is an attention over blocks."""
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and str(getattr(schema, "name", "")).startswith(
+        "kvpass::attend"
+    )
+
+
 def _mask_of(node: fx.Node) -> fx.Node | None:
     """The padding mask of an attention over blocks."""
-    schema = getattr(node.target, "_schema", None)
-    if node.op != "call_function" or schema is None or not schema.name.startswith("kvpass::attend"):
-        return None
-    index = [argument.name for argument in schema.arguments].index(MASK)
+    index = [argument.name for argument in node.target._schema.arguments].index(MASK)  # type: ignore[union-attr]
     mask = node.args[index] if index < len(node.args) else node.kwargs.get(MASK)
     return mask if isinstance(mask, fx.Node) else None
 

@@ -43,11 +43,14 @@ class GraphReport:
         sites: one report an attention.
         before: the graph as Dynamo made it, as text; empty unless it was asked for.
         after: the same graph, rewritten; likewise.
+        grows: what of a decode step differs from step to step, so that no CUDA graph can serve it;
+            empty where nothing does, None of other graphs.
     """
 
     sites: tuple[SiteReport, ...]
     before: str = ""
     after: str = ""
+    grows: str | None = None
 
     @property
     def rewritten(self) -> int:
@@ -56,7 +59,7 @@ class GraphReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON, without the texts."""
-        return {"sites": [asdict(site) for site in self.sites]}
+        return {"sites": [asdict(site) for site in self.sites], "grows": self.grows}
 
 
 _observers: ContextVar[tuple[Callable[[GraphReport], None], ...]] = ContextVar(
@@ -110,8 +113,17 @@ def report_graph(graph: fx.Graph, result: FindResult, refusal: str | None) -> Gr
     return GraphReport(tuple(report for _, report in found))
 
 
+def is_observed() -> bool:
+    """Whether anybody asked for reports."""
+    return bool(_observers.get())
+
+
 def completed(
-    report: GraphReport, gone: Sequence[tuple[str, ...]], before: str, after: str
+    report: GraphReport,
+    gone: Sequence[tuple[str, ...]],
+    before: str,
+    after: str,
+    grows: str | None = None,
 ) -> GraphReport:
     """The report with what is known after rewriting.
 
@@ -120,7 +132,8 @@ def completed(
         gone: for each rewritten site, in program order, the tensors that are no longer made.
         before: text of the graph, or empty.
         after: likewise.
+        grows: see :class:`GraphReport`.
     """
     left = iter(gone)
     sites = (replace(s, gone=next(left)) if s.rewritten else s for s in report.sites)
-    return GraphReport(tuple(sites), before, after)
+    return GraphReport(tuple(sites), before, after, grows)
