@@ -77,8 +77,7 @@ def backend(
     if kwargs:
         raise TypeError(f"kvpass.backend got unknown arguments {sorted(kwargs)}; use options={{}}")
     config = Config.load(origin="options= of torch.compile", **dict(options or {}))
-    if config.cuda_graphs == "auto":
-        config = config.merge(cuda_graphs=mode == "reduce-overhead")
+    graphs = mode == "reduce-overhead" if config.cuda_graphs == "auto" else config.cuda_graphs
     if mode not in (None, "default", "reduce-overhead"):
         _warn_once(f"mode={mode!r}: kvpass tunes nothing by trial, as with the default mode")
     graph = _copy(gm)  # Dynamo still reads the graph it gave
@@ -120,17 +119,17 @@ def backend(
         part.run = _module(gm, part.graph).forward
     after = text_of(_module(gm, graph))
     observe(completed(report, plan.gone, before, after, _growth(graph, plan)))
-    inner = _compile_step(gm, graph, plan, config)
+    inner = _compile_step(gm, graph, plan, config, graphs)
     plain = _module(gm, _copy(gm)).forward if _may_need_it(plan) else inner
     return RewrittenGraph(plan, inner, config, manager_for, plain)
 
 
 def _compile_step(
-    gm: fx.GraphModule, graph: fx.Graph, plan: Plan, config: Config
+    gm: fx.GraphModule, graph: fx.Graph, plan: Plan, config: Config, graphs: bool
 ) -> Callable[..., Any]:
-    """Compile a rewritten graph, on a GPU so that its decode steps are captured."""
+    """Compile a rewritten graph; with ``graphs``, so that its decode steps are captured."""
     devices = {shape.device for shape in plan.shapes}
-    capture = capture_for(*devices) if config.cuda_graphs and len(devices) == 1 else None
+    capture = capture_for(*devices) if graphs and len(devices) == 1 else None
     prelude = None
     if capture is not None and plan.is_decode:
         try:
