@@ -18,27 +18,28 @@ _MAX = 2**63 - 1  # sizes and offsets are int64 on the device
 _BOUNDS = "a size is between 1 byte and 2^63 - 1 bytes"
 
 
-def parse_size(value: object) -> int:
+def parse_size(value: object, name: str = "size") -> int:
     """Return the bytes that a size means.
 
     Args:
         value: an int (bytes), or text with a unit: B, kB, MB, GB, TB (powers of 1000) or KiB, MiB,
             GiB, TiB (powers of 1024), in any case. A fraction of a byte is dropped.
+        name: what the size is of, for messages.
 
     Raises:
         ConfigError: no unit, an unknown one, or not a finite number of at least one byte.
     """
     if isinstance(value, str):
-        size = _parse_text(value)
+        size = _parse_text(value, name)
     elif isinstance(value, bool | float):
-        raise _bad(value, f"a {type(value).__name__} is not a size")
+        raise _bad(name, value, f"a {type(value).__name__} is not a size")
     else:
         try:
             size = operator.index(value)  # type: ignore[arg-type]
         except TypeError:
-            raise _bad(value, f"a {type(value).__name__} is not a size") from None
+            raise _bad(name, value, f"a {type(value).__name__} is not a size") from None
     if not 1 <= size <= _MAX:
-        raise _bad(value, _BOUNDS)
+        raise _bad(name, value, _BOUNDS)
     return size
 
 
@@ -94,21 +95,21 @@ def warn_of_small_hot(hot: int, needed: int) -> None:
     )
 
 
-def _parse_text(text: str) -> int:
+def _parse_text(text: str, name: str) -> int:
     match = _PATTERN.fullmatch(text.strip())
     if match is None:
-        raise _bad(text, "not a number with a unit")
+        raise _bad(name, text, "not a number with a unit")
     sign, number, written = match.groups()
     if sign == "-":
-        raise _bad(text, _BOUNDS)
+        raise _bad(name, text, _BOUNDS)
     unit = written.lower()
     if not unit:
-        raise _bad(text, "the unit is missing")
+        raise _bad(name, text, "the unit is missing")
     if unit not in _UNITS:
         hint = f", did you mean {unit.upper()}iB?" if f"{unit}ib" in _BINARY else ""
-        raise _bad(text, f"unknown unit {written!r}{hint}")
+        raise _bad(name, text, f"unknown unit {written!r}{hint}")
     return int(Fraction(number.rstrip(".")) * _UNITS[unit])
 
 
-def _bad(value: object, why: str) -> ConfigError:
-    return ConfigError(f"size {value!r}: {why}; write for example '64MiB' or '10GB'")
+def _bad(name: str, value: object, why: str) -> ConfigError:
+    return ConfigError(f"{name} {value!r}: {why}; write for example '64MiB' or '10GB'")

@@ -13,7 +13,7 @@ import kvpass
 from kvpass import backends
 from kvpass.graph.prelude import Prelude
 from kvpass.graph.report import observed
-from kvpass.step.replay import MOST_GRAPHS, SHORTEST_MASK, WARM_UP, Replayer
+from kvpass.step.replay import MOST_GRAPHS, SHORTEST_MASK, WARM_UP, WORTH, Replayer
 from tests.models import compile_with, generate, prompt, tiered, tiny
 
 
@@ -272,7 +272,20 @@ def test_shapes_that_keep_changing_are_not_captured_for_ever(hand):
     for size in range(1, 3 * MOST_GRAPHS):
         for _ in range(4):
             assert step(torch.ones(size), w)[0].item() == size
-    assert hand.captured == MOST_GRAPHS
+    assert hand.captured == step.captures == MOST_GRAPHS
+
+
+def test_graphs_that_are_used_a_lot_make_room_for_others(hand):
+    """A long life with many shapes: the oldest go, and come back when they are needed."""
+    step = replayer(hand, lambda x, w: (x.sum() + w,))
+    w = torch.zeros(1)
+    for size in range(1, 3 * MOST_GRAPHS):
+        for _ in range(WARM_UP + WORTH + 1):
+            assert step(torch.ones(size), w)[0].item() == size
+    assert hand.captured == 3 * MOST_GRAPHS - 1
+    assert len(step._graphs) == MOST_GRAPHS
+    assert step(torch.ones(1), w)[0].item() == 1
+    assert hand.captured == 3 * MOST_GRAPHS
 
 
 def test_masks_of_all_lengths_share_a_graph(hand):

@@ -24,6 +24,22 @@ def command(
         typer.Option(help="Size of the hot tier, e.g. 64MiB, or auto; default KVPASS_HOT or auto."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.", min=1)] = 128,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the likeliest token; more is more varied.")
+    ] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Only so many of the likeliest tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Only the likeliest tokens, up to this probability.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1, tokens that are there already become less likely.")
+    ] = 1.0,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the chance that --temperature brings in.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")
+    ] = None,
     inner: Annotated[
         str | None,
         typer.Option(
@@ -45,9 +61,11 @@ def command(
         typer.Option(help="Serve metrics on this port of this machine meanwhile; 0 picks one."),
     ] = None,
 ) -> None:
-    """Generate greedily and print the text."""
+    """Generate and print the text as it comes, greedily unless there is a temperature."""
     import sys
+    import time
     from contextlib import ExitStack
+    from itertools import pairwise
 
     import torch
 
@@ -55,11 +73,22 @@ def command(
     import model_zoo
     from kvpass.cli import running
     from kvpass.errors import ConfigError
+    from kvpass.generation.sampling import Sampling
     from kvpass.runtime.trace import Recorder, check_target
 
     if (prompt is None) == (prompt_file is None):
         raise ConfigError("give one of --prompt and --prompt-file")
     running.check_options(inner=inner, hot=hot)
+    try:
+        sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
+    except ConfigError as error:
+        raise ConfigError(f"--{str(error).replace('_', '-', 1)}") from None
+    if verify and not sampling.greedy:
+        raise ConfigError("--verify compares greedy tokens: leave --temperature out")
+    if verify and (stop or repetition_penalty != 1.0):
+        raise ConfigError("--verify knows neither --stop nor --repetition-penalty")
+    if stop and not all(stop):
+        raise ConfigError("--stop '' would end every text: give some text")
     if record_trace is not None:
         check_target(record_trace)
         needed = 1 + (trace_interval or 1)  # the first token comes of the prompt
@@ -96,22 +125,29 @@ def command(
             "shorten the prompt or lower --max-new-tokens"
         )
     tokens = torch.tensor([ids], device=device)
-    stop = frozenset(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
+    ends = frozenset(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
     cache = kvpass.TieredCache(loaded.config, len(ids) + max_new_tokens, hot=hot)
     decoder: Any = running.compiled(loaded.decoder, inner)
     running.say("compiling; the first tokens take half a minute or more")
-    with running.progress("tokens", max_new_tokens) as advance, ExitStack() as stack:
+    generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+    times = [time.perf_counter()]
+    with ExitStack() as stack:
         recorder = None
         if record_trace is not None:
             recorder = stack.enter_context(
                 Recorder(cache, model=Path(model).name, interval=trace_interval or 1)
             )
-        run = running.decode(
-            running.own_step(decoder, cache), tokens, max_new_tokens, stop=stop, on_token=advance
-        )
-    typer.echo(tokenizer.decode(run.tokens))
+        out = kvpass.generate(
+            decoder, tokens, cache, max_new_tokens=max_new_tokens, temperature=temperature,
+            top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, stop=stop or (),
+            eos_token_id=sorted(ends), tokenizer=tokenizer, generator=generator,
+            on_tokens=lambda *_: times.append(time.perf_counter()),
+            on_text=lambda _, text: print(text, end="", flush=True),
+        )  # fmt: skip
+    print(flush=True)
     if recorder is not None and record_trace is not None:
         recorder.trace().save(record_trace)
+    run = running.Run(out.tokens[0], [], [b - a for a, b in pairwise(times)])
     snapshot = cache.snapshot()
     assert snapshot is not None
     share = snapshot.cold_only_bytes / max(snapshot.kv_bytes, 1)
@@ -126,7 +162,7 @@ def command(
                 running.own_step(loaded.decoder, model_zoo.DenseCache()),
                 tokens,
                 max_new_tokens,
-                stop=stop,
+                stop=ends,
                 on_token=advance,
             )
         same = run.tokens == reference.tokens

@@ -425,7 +425,9 @@ class Manager(OfThisProcess):
                 it was.
         """
         given: dict[Tier, int | str | None] = {"hot": hot, "cold": cold}
-        sizes = {tier: parse_size(size) for tier, size in given.items() if size is not None}
+        sizes = {tier: parse_size(size, tier) for tier, size in given.items() if size is not None}
+        if not sizes:
+            raise ConfigError("resize() without a size: give hot= or cold=")
         self.check_process()
         with self._section.lock, self._section.whole:
             self._bury()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpass.graph.prelude import Prelude
+from kvpass.runtime.locks import fork_safe_lock
 from kvpass.runtime.table import tables_for
 from kvpass.warn import warn_user
 
@@ -27,7 +28,10 @@ WARM_UP = 2
 """Calls of a shape that run as they are: they compile kernels, and prompts come once."""
 
 MOST_GRAPHS = 8
-"""Of one step; a caller whose shapes keep changing is not captured."""
+"""Of one step; the one that was not used for longest makes room."""
+
+WORTH = 8
+"""Replays that a capture has to bring on average: one takes as long as many steps."""
 
 SMALL = 1 << 20
 """Bytes of an input up to which it is copied at every call; larger ones have to stay in place."""
@@ -105,6 +109,7 @@ class Replayer:
 
     Attributes:
         replays: calls that were served by a graph.
+        captures: graphs that were made.
 
     Args:
         prelude: how the step was cut.
@@ -126,10 +131,9 @@ class Replayer:
         self._capture = capture
         self._graphs: dict[Any, Graph] = {}
         self._seen: dict[Any, int] = {}
-        self._made_so_far = 0
         self._given_up = False
         self._lock = threading.Lock()
-        self.replays = 0
+        self.replays = self.captures = 0
 
     def __call__(self, *args: Any) -> Any:
         """Run one step."""
@@ -146,38 +150,52 @@ class Replayer:
         return type(outputs)(filled)
 
     def _run(self, inputs: list[Any]) -> Any:
-        if not self._capture.available(inputs) or (self._given_up and not self._graphs):
+        if not self._capture.available(inputs):
             return self._late(*inputs)
+        with self._lock:
+            graph = self._graph(inputs)
+            if graph is not None:
+                self._capture.begin()
+                for i, copied in graph.copied:
+                    copied.take(inputs[i])
+                for i, mask in graph.masks:
+                    mask[:, : inputs[i].shape[1]].copy_(inputs[i], non_blocking=True)
+                graph.replay()
+                outputs = _clones(graph.outputs)
+                self._capture.end()
+                self.replays += 1
+                return outputs
+        return self._late(*inputs)
+
+    def _graph(self, inputs: list[Any]) -> Graph | None:
+        """The graph of a call, captured where one is due; None: it runs as it is."""
         first_mask = len(inputs) - self._prelude.masks
         key = self._key(inputs, first_mask)
-        graph = self._graphs.get(key)
-        if graph is not None and any(inputs[i].data_ptr() != at for i, at in graph.fixed):
-            del self._graphs[key]
-            self._seen[key] = 0
-            graph = None
-        if graph is None and self._given_up:
-            return self._late(*inputs)
-        if graph is None:
+        graph = self._graphs.pop(key, None)
+        if graph is None or any(inputs[i].data_ptr() != at for i, at in graph.fixed):
+            if graph is not None:
+                self._seen[key] = 0  # what it reads has moved
+            if self._given_up:
+                return None
             count = self._seen[key] = self._seen.get(key, 0) + 1
             if count <= WARM_UP:
-                return self._late(*inputs)
+                return None
+            self._give_up_or_make_room()
+            if self._given_up:
+                return None
             graph = self._made(inputs, first_mask)
-            self._made_so_far += 1
-            self._given_up = graph is None or self._made_so_far >= MOST_GRAPHS
             if graph is None:
-                return self._late(*inputs)
-            self._graphs[key] = graph
-        with self._lock:
-            self._capture.begin()
-            for i, copied in graph.copied:
-                copied.take(inputs[i])
-            for i, mask in graph.masks:
-                mask[:, : inputs[i].shape[1]].copy_(inputs[i], non_blocking=True)
-            graph.replay()
-            outputs = _clones(graph.outputs)
-            self._capture.end()
-        self.replays += 1
-        return outputs
+                self._given_up = True
+                return None
+            self.captures += 1
+        self._graphs[key] = graph  # the one used last comes last
+        return graph
+
+    def _give_up_or_make_room(self) -> None:
+        """Before one more graph: captures have to be worth it, and memory is bounded."""
+        self._given_up = self.captures >= MOST_GRAPHS and self.replays < WORTH * self.captures
+        while len(self._graphs) >= MOST_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
 
     def _key(self, inputs: list[Any], first_mask: int) -> Any:
         parts: list[Any] = [self._capture.key()]
@@ -247,6 +265,9 @@ def _clones(outputs: Any) -> Any:
     return outputs.clone() if isinstance(outputs, Tensor) else outputs
 
 
+_capturing = fork_safe_lock()
+
+
 class CudaCapture:
     """CUDA graphs with a memory pool of their own.
 
@@ -282,6 +303,7 @@ class CudaCapture:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with (
+            _capturing,  # torch captures on one stream of its own
             torch.cuda.device(self._device),
             # Other threads go on with work of their own, as the copy engine does.
             torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),

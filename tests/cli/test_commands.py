@@ -126,8 +126,40 @@ def test_tokens_that_differ_are_a_failure(capsys, monkeypatch):
         capsys, "generate", "--model", "smollm2-135m", "--prompt", "One two", "--max-new-tokens",
         "2", "--inner", "eager", "--verify",
     )  # fmt: skip
-    assert (code, len(calls)) == (1, 2)
+    assert (code, len(calls)) == (1, 1)
     assert "tokens identical: no" in err
+
+
+@pytest.mark.checkpoint
+def test_generate_samples_with_a_seed_and_stops_before_a_string(capsys):
+    base = ["generate", "--model", "smollm2-135m", "--prompt", "One two three four five six",
+            "--inner", "eager", "--max-new-tokens", "12"]  # fmt: skip
+    sampled = [*base, "--temperature", "1.5", "--top-k", "50", "--top-p", "0.95"]
+    texts = [run(capsys, *sampled, "--seed", seed) for seed in ("1", "1", "2")]
+    assert [code for code, *_ in texts] == [0, 0, 0]
+    assert texts[0][1] == texts[1][1] != texts[2][1]
+    _, greedy, _ = run(capsys, *base)
+    word = greedy.split()[3]
+    code, cut, err = run(capsys, *base, "--stop", word, "--stop", "never said")
+    assert (code, cut.rstrip()) == (0, greedy[: greedy.index(word)].rstrip())
+    assert len(greedy.split()) > len(cut.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--temperature", "-1"], "error: --temperature = -1.0: give a number from 0"),
+        (["--top-k", "0"], "error: --top-k = 0"),
+        (["--top-p", "1.5"], "error: --top-p = 1.5"),
+        (["--repetition-penalty", "0"], "error: --repetition-penalty = 0.0"),
+        (["--stop", ""], "error: --stop ''"),
+        (["--temperature", "1", "--verify"], "error: --verify compares greedy tokens"),
+        (["--stop", "x", "--verify"], "error: --verify knows neither --stop"),
+    ],
+)
+def test_sampling_flags_that_do_not_fit(capsys, arguments, words):
+    code, _, err = run(capsys, "generate", "--model", "smollm2-135m", "--prompt", "One", *arguments)
+    assert code == 2 and err.startswith(words)
 
 
 def test_a_negative_number_of_tokens_to_verify_is_refused(capsys):

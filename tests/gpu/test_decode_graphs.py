@@ -48,7 +48,7 @@ def test_tokens_are_those_of_transformers(made, name, padding):
         ids, mask = (x.to("cuda") for x in prompt(2, length, padding, seed=seed))
         got = generate(model, ids, mask, 30, past_key_values=tiered(model)).sequences
         assert torch.equal(got, generate(plain, ids, mask, 30).sequences)
-    assert [each._made_so_far for each in made] == [1]
+    assert [each.captures for each in made] == [1]
     assert made[0].replays == 2 * 29 - replay.WARM_UP
 
 
@@ -111,7 +111,7 @@ def test_steps_wait_for_nobody_and_take_no_memory(made):
     out = kvpass.generate(model, [out.tokens[0][-1]], cache, max_new_tokens=1950, eos_token_id=None)
     assert torch.cuda.memory_reserved() <= before + (2 << 20)
     assert torch.cuda.memory_allocated() <= allocated + (8 << 20)  # the hot tier grows
-    assert [each._made_so_far for each in made] == [1]
+    assert [each.captures for each in made] == [1]
     assert len(out.tokens[0]) == 1950
     tokens = torch.tensor([[5]], device="cuda")
     positions = torch.tensor([[cache.get_seq_length()]], device="cuda")

@@ -313,3 +313,16 @@ def test_blocks_that_had_to_leave_the_cold_tier_are_stored_again():
     manager.settle()
     assert all(block.cold is not None for block in driver.batch.blocks[0][0][:6])
     driver.check()
+
+
+def test_sizes_that_a_resize_cannot_take_are_named():
+    manager = Driver(layers=1).manager
+    for sizes, words in (
+        ({}, "give hot= or cold="),
+        ({"hot": "auto"}, "^hot 'auto': "),
+        ({"cold": 0}, "^cold 0: "),
+        ({"hot": "1MiB", "cold": -1}, "^cold -1: "),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            manager.resize(**sizes)
+    assert manager.tiers.hot.capacity == 1 << 20
