@@ -42,6 +42,7 @@ class Whole:
             known = signal.getsignal(signal.SIGINT)
             if callable(known) and known is not _note:
                 handler = known
+                _noted.clear()  # of a section whose end was cut by an interrupt of its own
                 signal.signal(signal.SIGINT, _note)
         self._handlers.append(handler)
         self._uncaptured.__enter__()
@@ -53,9 +54,10 @@ class Whole:
         finally:
             handler: Callable[..., Any] | None = self._handlers.pop()
             if handler is not None:
+                # First, so that none is noted that nobody would look at.
+                signal.signal(signal.SIGINT, handler)
                 noted = _noted[:]
                 _noted.clear()
-                signal.signal(signal.SIGINT, handler)
                 for number, frame in noted:
                     handler(number, frame)
 

@@ -316,18 +316,15 @@ def test_a_restarted_process_is_noticed(
 def test_generate_serves_while_it_runs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvpass.cli import running
-
     port = free_port()
     seen: list[str] = []
-    decode = running.decode
+    generate = kvpass.generate
 
-    def watched(*arguments: Any, **options: Any) -> running.Run:
-        run = decode(*arguments, on_token=lambda token: seen.append(client.fetch_metrics(port)),
-                     **{k: v for k, v in options.items() if k != "on_token"})  # fmt: skip
-        return run
+    def watched(*arguments: Any, **options: Any) -> Any:
+        options["on_tokens"] = lambda *_: seen.append(client.fetch_metrics(port))
+        return generate(*arguments, **options)
 
-    monkeypatch.setattr(running, "decode", watched)
+    monkeypatch.setattr(kvpass, "generate", watched)
     code, _, err = run(
         capsys, "generate", "--model", "smollm2-135m", "--prompt", "One two", "--inner", "eager",
         "--max-new-tokens", "2", "--hot", "16MiB", "--metrics-port", str(port),

@@ -207,6 +207,8 @@ class TierMachine(RuleBasedStateMachine):
         sizes = {"hot": hot, "cold": cold}
         before = {tier: self.manager.tiers.budget(tier).capacity for tier in invariants.TIERS}
         wanted = {tier: n * UNIT for tier, n in sizes.items() if n is not None}
+        if not wanted:
+            return
         try:
             self.manager.resize(**wanted)
         except OutOfMemoryError:
