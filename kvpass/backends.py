@@ -80,7 +80,7 @@ def backend(
     graphs = mode == "reduce-overhead" if config.cuda_graphs == "auto" else config.cuda_graphs
     if mode not in (None, "default", "reduce-overhead"):
         _warn_once(f"mode={mode!r}: kvpass tunes nothing by trial, as with the default mode")
-    graph = _copy(gm)  # Dynamo still reads the graph it gave
+    graph = _copy(gm.graph)  # Dynamo still reads the graph it gave
     follow_writes(graph)
     result = find_sites(graph, spell_out(graph, gm), gm)
     refusal = graph_refusal(gm) if result.sites else None
@@ -120,7 +120,7 @@ def backend(
     after = text_of(_module(gm, graph))
     observe(completed(report, plan.gone, before, after, _growth(graph, plan)))
     inner = _compile_step(gm, graph, plan, config, graphs)
-    plain = _module(gm, _copy(gm)).forward if _may_need_it(plan) else inner
+    plain = _module(gm, _copy(gm.graph)).forward if _may_need_it(plan) else inner
     return RewrittenGraph(plan, inner, config, manager_for, plain)
 
 
@@ -133,7 +133,7 @@ def _compile_step(
     prelude = None
     if capture is not None and plan.is_decode:
         try:
-            prelude = cut(graph, plan.batch_symbols)
+            prelude = cut(graph, plan.batch_symbols, *devices)
         except GrowsWithLength as reason:
             _warn_once(f"decode steps run without a CUDA graph, which is slower: {reason}")
     examples = [example(node) for node in graph.nodes if node.op == "placeholder"]
@@ -153,11 +153,8 @@ def _growth(graph: fx.Graph, plan: Plan) -> str | None:
     """What keeps a decode step from being captured, for who asks; None of other graphs."""
     if not is_observed() or not plan.is_decode:
         return None
-    copy = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    copy.output(copy.graph_copy(graph, values))
     try:
-        cut(copy, plan.batch_symbols)
+        cut(_copy(graph), plan.batch_symbols, plan.shapes[0].device)
     except GrowsWithLength as reason:
         return str(reason)
     return ""
@@ -176,13 +173,13 @@ def _without_last(outputs: Any, extra: int) -> Any:
     return outputs if not extra else type(outputs)(list(outputs)[: len(outputs) - extra])
 
 
-def _copy(gm: fx.GraphModule) -> fx.Graph:
-    graph = fx.Graph()
+def _copy(graph: fx.Graph) -> fx.Graph:
+    copy = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
-    result = graph.graph_copy(gm.graph, values)
-    old = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
-    graph.output(result).meta = dict(old.meta)
-    return graph
+    result = copy.graph_copy(graph, values)
+    old = next(node for node in reversed(graph.nodes) if node.op == "output")
+    copy.output(result).meta = dict(old.meta)
+    return copy
 
 
 def _module(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:

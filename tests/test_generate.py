@@ -151,7 +151,8 @@ def test_an_unmodified_cache_and_no_cache(models):
     assert got.tokens == want and isinstance(got.cache, kvpass.TieredCache)
 
 
-def test_a_decoder_of_ones_own_that_nobody_compiled():
+def test_a_decoder_of_ones_own_that_nobody_compiled(monkeypatch):
+    monkeypatch.setenv("KVPASS_INNER", "eager")
     torch.manual_seed(0)
     config = DecoderConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
@@ -165,19 +166,16 @@ def test_a_decoder_of_ones_own_that_nobody_compiled():
         for _ in range(10):
             tokens.append(int(decoder(whole)[0, -1].argmax()))
             whole = torch.cat([whole, torch.tensor([tokens[-1:]])], 1)
-    with _inner("eager"):
-        for _ in range(2):
-            cache = kvpass.TieredCache(config, 64, **OPTIONS)
-            assert kvpass.generate(decoder, ids, cache, max_new_tokens=10).tokens == [tokens]
-        rows = [ids[0].tolist(), ids[0, :6].tolist()]
-        alone = [
-            kvpass.generate(
-                decoder, row, kvpass.TieredCache(config, 64, **OPTIONS), max_new_tokens=8
-            )
-            for row in rows
-        ]
+    for _ in range(2):
         cache = kvpass.TieredCache(config, 64, **OPTIONS)
-        got = kvpass.generate(decoder, rows, cache, max_new_tokens=8)
+        assert kvpass.generate(decoder, ids, cache, max_new_tokens=10).tokens == [tokens]
+    rows = [ids[0].tolist(), ids[0, :6].tolist()]
+    alone = [
+        kvpass.generate(decoder, row, kvpass.TieredCache(config, 64, **OPTIONS), max_new_tokens=8)
+        for row in rows
+    ]
+    cache = kvpass.TieredCache(config, 64, **OPTIONS)
+    got = kvpass.generate(decoder, rows, cache, max_new_tokens=8)
     assert got.tokens == [each.tokens[0] for each in alone]
 
 
@@ -187,20 +185,6 @@ def test_padding_needs_a_model_that_takes_a_mask():
 
     with pytest.raises(UnsupportedError, match="attention_mask"):
         kvpass.generate(model, [[1, 2], [3]], SimpleNamespace(get_seq_length=lambda: 0))
-
-
-class _inner:
-    """The environment's inner compiler."""
-
-    def __init__(self, name: str) -> None:
-        self._patch = pytest.MonkeyPatch()
-        self._name = name
-
-    def __enter__(self) -> None:
-        self._patch.setenv("KVPASS_INNER", self._name)
-
-    def __exit__(self, *_: object) -> None:
-        self._patch.undo()
 
 
 # ------------------------------------------------------------------------- text

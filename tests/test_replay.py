@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 
 import kvpass
 from kvpass import backends
-from kvpass.graph.prelude import Prelude
+from kvpass.graph.prelude import GrowsWithLength, Prelude, cut
 from kvpass.graph.report import observed
 from kvpass.step.replay import MOST_GRAPHS, SHORTEST_MASK, WARM_UP, WORTH, Replayer
 from tests.models import compile_with, generate, prompt, tiered, tiny
@@ -353,3 +353,14 @@ def test_a_step_that_grows_is_named(hand):
             compiled(x, cache)
     assert reports[-1].grows and "operand" in reports[-1].grows
     assert hand.captured == 0
+
+
+def test_a_number_on_another_device_is_not_captured():
+    """It goes to kernels by value, which a replay would not read again."""
+    graph = torch.fx.Graph()
+    x, scale = graph.placeholder("x"), graph.placeholder("scale")
+    x.meta["example_value"] = torch.empty(2, device="meta")
+    scale.meta["example_value"] = torch.tensor(2.0)
+    graph.output((graph.call_function(torch.mul, (x, scale)),))
+    with pytest.raises(GrowsWithLength, match="scale is on cpu, not on meta"):
+        cut(graph, frozenset(), torch.device("meta"))

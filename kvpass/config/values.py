@@ -8,13 +8,13 @@ import operator
 import os
 import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, PlainValidator
 
 from kvpass.config.expressions import Expression
-from kvpass.errors import ConfigError
 from kvpass.sizes import format_size, parse_size
 
 MIN_PAGE = 4 << 10
@@ -74,13 +74,18 @@ def _number(value: object) -> float:
     return number
 
 
-def _size_or_auto(value: object) -> int | str:
-    if isinstance(value, str) and value.strip().lower() == "auto":
-        return "auto"
-    try:
-        return parse_size(value)
-    except ConfigError as error:
-        raise ValueError(f"{error}, or 'auto'") from None
+def _or_auto(check: Callable[[object], object]) -> Callable[[object], object]:
+    """``auto`` in any case, or what ``check`` takes."""
+
+    def checked(value: object) -> object:
+        if isinstance(value, str) and value.strip().lower() == "auto":
+            return "auto"
+        try:
+            return check(value)
+        except ValueError as error:
+            raise ValueError(f"{error}, or 'auto'") from None
+
+    return checked
 
 
 def _page(value: object) -> int:
@@ -170,15 +175,6 @@ def _distance(value: object) -> int | None:
     return distance
 
 
-def _boolean_or_auto(value: object) -> object:
-    if isinstance(value, str) and value.strip().lower() == "auto":
-        return "auto"
-    try:
-        return _boolean(value)
-    except ValueError as error:
-        raise ValueError(f"{error}, or 'auto'") from None
-
-
 def _expression(value: object) -> Expression | None:
     if value is None or isinstance(value, Expression):
         return value
@@ -189,11 +185,11 @@ def _expression(value: object) -> Expression | None:
 
 
 Boolean = Annotated[bool, BeforeValidator(_boolean)]
-BooleanOrAuto = Annotated[bool | Literal["auto"], BeforeValidator(_boolean_or_auto)]
+BooleanOrAuto = Annotated[bool | Literal["auto"], BeforeValidator(_or_auto(_boolean))]
 Integer = Annotated[int, BeforeValidator(_integer)]
 Number = Annotated[float, BeforeValidator(_number)]
 BlockSize = Annotated[int, BeforeValidator(lambda value: _multiple_of_32(_integer(value)))]
-SizeOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_size_or_auto)]
+SizeOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_or_auto(parse_size))]
 PageSize = Annotated[int, BeforeValidator(_page)]
 Directory = Annotated[Path | None, BeforeValidator(_writable_directory)]
 Inner = Annotated[Literal["auto", "inductor", "aot_eager", "eager"], BeforeValidator(_word)]

@@ -97,10 +97,9 @@ def generate(
         UnsupportedError: the model cannot be called, or not with padding.
     """
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
-    for name, number in (("max_new_tokens", max_new_tokens), ("chunk", chunk)):
-        whole = isinstance(number, int) and not isinstance(number, bool)
-        if not (whole and number >= 1) and (name, number) != ("chunk", None):  # type: ignore[operator]
-            raise ConfigError(f"{name} = {number!r}: give an integer from 1")
+    _check_count("max_new_tokens", max_new_tokens)
+    if chunk is not None:
+        _check_count("chunk", chunk)
     stops = [stop] if isinstance(stop, str) else list(stop)
     if not all(isinstance(each, str) and each for each in stops):
         raise ConfigError(f"stop = {stop!r}: give strings that are not empty")
@@ -251,6 +250,11 @@ class _Reader:
 
 
 # ------------------------------------------------------------------ arguments
+
+
+def _check_count(name: str, number: object) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ConfigError(f"{name} = {number!r}: give an integer from 1")
 
 
 def _plain(model: Any) -> Any:

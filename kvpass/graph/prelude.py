@@ -45,15 +45,16 @@ class Prelude:
 
 
 class GrowsWithLength(Exception):
-    """More of the graph depends on lengths than can be cut off; the message says what."""
+    """More of the graph differs from step to step than can be cut off; the message says what."""
 
 
-def cut(graph: fx.Graph, fixed: Set[Any] = frozenset()) -> Prelude:
+def cut(graph: fx.Graph, fixed: Set[Any], device: torch.device) -> Prelude:
     """Take the prelude out of a rewritten graph, in place.
 
     Args:
         graph: of one decode step.
         fixed: symbols of sizes that seldom change from step to step, as of the batch.
+        device: where the step runs.
 
     Raises:
         GrowsWithLength: the rest would not have fixed shapes; the graph is as it was.
@@ -61,6 +62,10 @@ def cut(graph: fx.Graph, fixed: Set[Any] = frozenset()) -> Prelude:
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
     grows = {node for node in graph.nodes if node is not output and _grows(node, fixed)}
+    for node in placeholders:
+        # A number on the host goes to a kernel by value: a replay would repeat the first one.
+        if _is_tensor(node) and node.users and example(node).device != device:
+            raise GrowsWithLength(f"{node.name} is on {example(node).device}, not on {device}")
     returned = list(output.args[0]) if isinstance(output.args[0], (tuple, list)) else []
     numbers = [i for i, node in enumerate(returned) if node in grows and not _is_tensor(node)]
     masks: dict[fx.Node, None] = {}

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 
 PATIENCE = 10.0
-"""Seconds to wait for a thread: it has a piece of at most 16 MiB in hand."""
+"""Seconds to wait for a thread: it has a piece of at most 64 MiB in hand."""
 
 _running: weakref.WeakKeyDictionary[threading.Thread, Callable[[], None]] = (
     weakref.WeakKeyDictionary()

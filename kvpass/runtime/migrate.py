@@ -39,11 +39,11 @@ QUEUE_LIMIT = 512
 PIECE_BYTES = 16 << 20
 """Copies of one cache are launched together up to this size: more would hold up other caches."""
 
-MAX_HELD = 2e-3
-"""Seconds after which copies that have had their share of the link are looked at again."""
-
 LONE_PIECE_BYTES = 64 << 20
 """The same while no other cache has copies waiting: fewer pieces keep the interpreter free."""
+
+MAX_HELD = 2e-3
+"""Seconds after which copies that have had their share of the link are looked at again."""
 
 
 class Copier(Protocol):

@@ -211,7 +211,7 @@ class Replayer:
         return tuple(parts)
 
     def _made(self, inputs: list[Any], first_mask: int) -> Graph | None:
-        """A graph of this call; None where it cannot be captured, which is said once."""
+        """A graph of this call; None where it cannot be captured (a failure is said once)."""
         written = set(self._prelude.written)
         fixed: list[tuple[int, int]] = []
         copied: list[tuple[int, Copied]] = []
