@@ -51,7 +51,7 @@ class Reader:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         text = gm.print_readable(print_output=False)
-        graph = _copy(gm)
+        graph = _copy(gm.graph)
         before = str(graph)
         self.found.append(find_sites(graph, spell_out(graph, gm)))
         erase_unused(graph)
