@@ -119,15 +119,19 @@ def backend(
         part.run = _module(gm, part.graph).forward
     after = text_of(_module(gm, graph))
     observe(completed(report, plan.gone, before, after, _growth(graph, plan)))
-    inner = _compile_step(gm, graph, plan, config, graphs)
+    inner, repeats = _compile_step(gm, graph, plan, config, graphs)
     plain = _module(gm, _copy(gm.graph)).forward if _may_need_it(plan) else inner
-    return RewrittenGraph(plan, inner, config, manager_for, plain)
+    return RewrittenGraph(plan, inner, config, manager_for, plain, repeats)
 
 
 def _compile_step(
     gm: fx.GraphModule, graph: fx.Graph, plan: Plan, config: Config, graphs: bool
-) -> Callable[..., Any]:
-    """Compile a rewritten graph; with ``graphs``, so that its decode steps are captured."""
+) -> tuple[Callable[..., Any], Callable[[], str]]:
+    """Compile a rewritten graph; with ``graphs``, so that its decode steps are captured.
+
+    Returns:
+        What runs it, and what names that which grows with the sequence in it.
+    """
     devices = {shape.device for shape in plan.shapes}
     capture = capture_for(*devices) if graphs and len(devices) == 1 else None
     prelude = None
@@ -139,9 +143,17 @@ def _compile_step(
     examples = [example(node) for node in graph.nodes if node.op == "placeholder"]
     inner = compile_inner(_module(gm, graph), examples, config)
     if prelude is None or capture is None:
-        return inner
+        return inner, lambda: _repeated(graph, plan)
     early = None if prelude.graph is None else _module(gm, prelude.graph).forward
-    return Replayer(prelude, early, inner, capture)
+    return Replayer(prelude, early, inner, capture), prelude.repeated
+
+
+def _repeated(graph: fx.Graph, plan: Plan) -> str:
+    """What a replay of a rewritten graph would repeat although it differs from step to step."""
+    try:
+        return cut(_copy(graph), plan.batch_symbols, plan.shapes[0].device).repeated()
+    except GrowsWithLength as reason:
+        return str(reason)
 
 
 def capture_for(device: torch.device) -> Capture | None:

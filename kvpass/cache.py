@@ -8,7 +8,6 @@ still gives the right keys and values, as dense copies.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -23,144 +22,19 @@ from kvpass.errors import (
     CacheStateError,
     CapacityError,
     ConfigError,
-    ShapeError,
     UnsupportedError,
 )
 from kvpass.runtime import directory
 from kvpass.runtime.batch import Batch
-from kvpass.runtime.geometry import BlockGeometry
 from kvpass.runtime.manager import Manager
+from kvpass.runtime.manual import ManualStep
 from kvpass.runtime.metrics import Snapshot
-from kvpass.runtime.shapes import check_pair, no_layer
-from kvpass.runtime.table import normalize
+from kvpass.runtime.shapes import no_layer
 from kvpass.runtime.tiers import check_cold, check_hot
-from kvpass.sizes import warn_of_small_hot
+from kvpass.state import TieredState
 from kvpass.tuning import family_of, retention, tile_of
-from kvpass.warn import warn_user
 
 KNOWN_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
-
-
-class TieredState:
-    """What a TieredCache's handle stands for: its manager and its batch, made on first use."""
-
-    def __init__(
-        self,
-        config: Config,
-        layers: int,
-        max_tokens: int,
-        family: str,
-        manager: Manager | None = None,
-    ) -> None:
-        self.config = config
-        self.layers = layers
-        self.max_tokens = max_tokens
-        self.family = family
-        self.manager = manager
-        self.batch: Batch | None = None
-        self.observer: Callable[[Batch, int], None] | None = None
-        self._finalizer: Any = None
-        self._lock = threading.Lock()
-        self._warned = False
-
-    def bind(
-        self, size: int, device: torch.device, geometries: dict[int, BlockGeometry], tokens: int
-    ) -> tuple[Manager, Batch]:
-        """The manager and the batch for a step of ``tokens`` tokens.
-
-        Raises:
-            CapacityError: the step would pass ``max_tokens``.
-            ShapeError: batch size, device or layout differ from what the cache holds.
-        """
-        with self._lock:
-            if self.manager is None:
-                self.manager = Manager(self.config, device)
-            if self.manager.device != normalize(device):
-                raise ShapeError(
-                    f"this TieredCache is on {self.manager.device}, layer {min(geometries)} gave "
-                    f"keys on {normalize(device)}: a TieredCache lies on one device. Make a new "
-                    "one for a model on another device; for a model split over several, pass a "
-                    "DynamicCache, or put all layers on one device"
-                )
-            if self.batch is None:
-                self.batch = self.manager.new_batch(
-                    size, self.layers, self.max_tokens, self.family, self.config.fairness
-                )
-                self.batch.observer = self.observer
-                self._finalizer = self.manager.lease(self, self.batch)
-                block = max(geometry.block_bytes for geometry in geometries.values())
-                warn_of_small_hot(self.manager.tiers.hot.capacity, size * self.layers * block)
-            batch = self.batch
-            if batch.size != size:
-                raise ShapeError(
-                    f"this cache holds {batch.size} sequences, the model gave {size}: use "
-                    "batch_select_indices, batch_repeat_interleave or reset, or a new cache"
-                )
-            for layer, geometry in geometries.items():
-                if not 0 <= layer < self.layers:
-                    raise no_layer(layer, self.layers)
-                batch.define(layer, geometry)
-                if batch.lengths[layer] + tokens > self.max_tokens:
-                    raise CapacityError(
-                        f"{batch.lengths[layer]} tokens stored + {tokens} new > max_tokens="
-                        f"{self.max_tokens}: make the cache with a larger max_tokens"
-                    )
-            return self.manager, batch
-
-    def update_dense(self, k: Tensor, v: Tensor, layer: int, past: int) -> tuple[Tensor, Tensor]:
-        """Append outside a rewritten graph, and return dense copies of everything.
-
-        Raises:
-            ShapeError: k and v do not belong together, or there is no such layer.
-        """
-        check_pair(k, v, layer, self.layers)
-        if not self._warned:
-            self._warned = True
-            warn_user(
-                "a TieredCache is used outside a graph rewritten by kvpass: every step copies the "
-                "whole cache together. Compile the model with model.compile(backend="
-                "kvpass.backend) under torch.no_grad(); kvpass.explain says what is rewritten"
-            )
-        geometry = BlockGeometry(
-            k.shape[1], k.shape[3], v.shape[3], k.dtype, self.config.memory.block_size
-        )
-        manager, batch = self.bind(k.shape[0], k.device, {layer: geometry}, k.shape[2])
-        if batch.lengths[layer] != past:
-            raise CacheStateError(
-                f"layer {layer} holds {batch.lengths[layer]} tokens, the graph was given {past}: "
-                "the cache was changed from outside in between"
-            )
-        with manager.step(batch, k.shape[2], [layer]) as rows:
-            torch.ops.kvpass.append(k, v, rows, layer, self.config.memory.block_size)
-        return manager.gather(batch, layer, batch.lengths[layer])
-
-    def read_dense(self, layer: int, past: int) -> tuple[Tensor, Tensor]:
-        """Dense copies of what a layer holds.
-
-        Raises:
-            CacheStateError: it holds another number of tokens than the caller assumes.
-        """
-        manager, batch = self.manager, self.batch
-        if manager is None or batch is None or batch.lengths[layer] != past:
-            stored = 0 if batch is None else batch.lengths[layer]
-            raise CacheStateError(
-                f"layer {layer} holds {stored} tokens, the graph was given {past}: the cache was "
-                "changed from outside in between"
-            )
-        return manager.gather(batch, layer, past)
-
-    def replace(self, batch: Batch | None) -> None:
-        """Take another batch's place (after fork); the old one is released."""
-        with self._lock:
-            old, self.batch = self.batch, batch
-            if batch is not None:
-                batch.observer = self.observer
-            if self.manager is not None:
-                if self._finalizer is not None:
-                    self._finalizer.detach()
-                if old is not None:
-                    self.manager.release(old)
-                self._finalizer = None if batch is None else self.manager.lease(self, batch)
 
 
 class TieredCache:
@@ -364,6 +238,55 @@ class TieredCache:
         state = self._state
         if state.batch is not None and state.manager is not None:
             state.replace(state.manager.fork(state.batch, sequences))
+
+    def begin_step(self, tokens: int = 1) -> ManualStep:
+        """Reserve room for ``tokens`` more tokens a sequence, for a CUDA graph captured by hand.
+
+        Use it in a ``with``: the model is called, captured or replayed inside, once a step, and
+        when the step ends its tokens count. A replay anywhere else writes nothing, and the next
+        ``begin_step`` or call that notices raises, as every later one does.
+
+        Args:
+            tokens: that each sequence gets, as many as the graph was captured with.
+
+        Raises:
+            CacheStateError: the last step has not ended or went wrong, or no prompt was run yet.
+            CapacityError: ``tokens`` is no positive integer, or passes ``max_tokens``.
+            OutOfMemoryError: no tier has room; nothing was reserved.
+        """
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+            raise CapacityError(f"begin_step({tokens!r}): give the number of new tokens, 1 or more")
+        batch, manager = self._state.batch, self._state.manager
+        if batch is None or manager is None or not any(batch.geometries):
+            raise CacheStateError(
+                "begin_step before anything was stored: run the prompt through the model first"
+            )
+        if batch.manual is not None:
+            raise CacheStateError(
+                "the last step has not ended: write `with cache.begin_step(n):`, or .end() it"
+            )
+        longest = max(batch.lengths)
+        if longest + tokens > self.max_tokens:
+            raise CapacityError(
+                f"{longest} tokens stored + {tokens} new > max_tokens={self.max_tokens}: make the "
+                "cache with a larger max_tokens"
+            )
+
+        def ended() -> None:
+            if self._state.batch is batch:
+                self._lengths[:] = batch.lengths
+
+        return ManualStep(manager, batch, tokens, ended)
+
+    def check_steps(self) -> None:
+        """Wait for the device, and raise what went wrong in steps that were begun by hand.
+
+        Raises:
+            CacheStateError: a graph was replayed outside a step, or was not in one.
+        """
+        batch = self._state.batch
+        if batch is not None and batch.guard is not None:
+            batch.guard.check(wait=True)
 
     def snapshot(self) -> Snapshot | None:
         """Where the bytes of this cache are; None before the first use."""

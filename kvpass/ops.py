@@ -114,7 +114,7 @@ def _append_cuda(k: Tensor, v: Tensor, rows: Tensor, layer: int, block_size: int
     import triton_ops
 
     tables = tables_for(k.device)
-    triton_ops.append(k, v, rows[layer], tables.base, tables.length, block_size)
+    triton_ops.append(k, v, rows[layer], tables.base, tables.length, block_size, tables.tickets)
     return k.new_empty(0)
 
 

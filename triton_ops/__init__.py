@@ -13,16 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from triton_ops.append import append
+    from triton_ops.arm import arm
     from triton_ops.attend_decode import DecodeConfig, attend_decode, splits_for
     from triton_ops.attend_extend import ExtendConfig, attend_extend
     from triton_ops.attend_latent import LatentConfig, attend_latent
     from triton_ops.merge import merge
+    from triton_ops.tickets import Tickets
 
 __all__ = [
     "DecodeConfig",
     "ExtendConfig",
     "LatentConfig",
+    "Tickets",
     "append",
+    "arm",
     "attend_decode",
     "attend_extend",
     "attend_latent",
@@ -34,6 +38,8 @@ _HOME = {
     "DecodeConfig": "attend_decode",
     "ExtendConfig": "attend_extend",
     "LatentConfig": "attend_latent",
+    "Tickets": "tickets",
+    "arm": "arm",
     "append": "append",
     "attend_decode": "attend_decode",
     "attend_extend": "attend_extend",

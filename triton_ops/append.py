@@ -9,6 +9,7 @@ import triton.language as tl
 
 from triton_ops import _checks
 from triton_ops._tiles import PAGE, TL_DTYPE
+from triton_ops.tickets import Tickets
 
 _TOKENS_PER_PROGRAM = 16
 
@@ -20,6 +21,9 @@ def _append_kernel(
     rows,
     row_base,
     row_len,
+    due,
+    arrived,
+    fault,
     n,
     sk_b,
     sk_h,
@@ -37,11 +41,20 @@ def _append_kernel(
     BLOCK: tl.constexpr,
     BT: tl.constexpr,
     KV: tl.constexpr,
+    CHECKED: tl.constexpr,
 ):
     i_b = (tl.program_id(0) // HKV).to(tl.int64)
     i_h = (tl.program_id(0) % HKV).to(tl.int64)
     i_row = tl.load(rows + i_b).to(tl.int64)
-    if i_row >= 0:
+    m_row = i_row >= 0
+    b_due = -1
+    if CHECKED:
+        b_due = tl.load(due + i_row, mask=m_row, other=-1)
+        m_due = (b_due == -1) | (b_due == n)
+        p_fault = fault + i_row
+        tl.store(p_fault, tl.load(p_fault, mask=m_row, other=0) | 1, mask=m_row & ~m_due)
+        m_row = m_row & m_due
+    if m_row:
         p_words = tl.load(row_base + i_row).to(tl.pointer_type(tl.int64))
         o_n = tl.program_id(1).to(tl.int64) * BT + tl.arange(0, BT)
         m_n = o_n < n
@@ -65,6 +78,13 @@ def _append_kernel(
         b_v = tl.load(p_v, mask=m_d)
         o_v = PAGE * DK + o_slot * DV
         tl.store(p_page[:, None] + o_v[:, None] + o_d[None, :], b_v, mask=m_d)
+        if CHECKED:
+            # the last program takes the ticket: all others have seen it by then
+            m_due = b_due != -1
+            b_before = tl.atomic_add(arrived + i_row, 1, mask=m_due)
+            m_last = m_due & (b_before == HKV * tl.num_programs(1) - 1)
+            tl.store(arrived + i_row, 0, mask=m_last)
+            tl.store(due + i_row, 0, mask=m_last)
 
 
 def append(
@@ -74,6 +94,7 @@ def append(
     row_base: torch.Tensor,
     row_len: torch.Tensor,
     block_size: int,
+    tickets: Tickets | None = None,
 ) -> None:
     """Write token i of row b at position `row_len[rows[b]] + i`; `row_len` is not changed.
 
@@ -85,6 +106,8 @@ def append(
         row_len: int32 `[R]`, tokens stored before this call.
         block_size: tokens in a block, a multiple of 32. The words of every block that is written
             must be in the table already.
+        tickets: of all rows; a row that is checked and has no ticket for n tokens is not written,
+            and its fault says so. None: no row is checked.
 
     Raises:
         ValueError: shapes, devices or head dims (16..512 of `k`, 16..256 of `v`) that do not fit.
@@ -105,6 +128,8 @@ def append(
     _checks.check_head_dim("head_dim_v", dv)
     _checks.check_block_size(block_size)
     _checks.check_rows(batch, k.device, rows, row_base, row_len)
+    if tickets is not None:
+        tickets.check(k.device)
     if batch == 0 or n == 0 or kv_heads == 0:
         return
     tile = min(_TOKENS_PER_PROGRAM, _checks.next_power_of_2(n))
@@ -115,6 +140,7 @@ def append(
             rows,
             row_base,
             row_len,
+            *(tickets or (row_len, row_len, row_len)),
             n,
             *k.stride(),
             *v.stride(),
@@ -126,5 +152,6 @@ def append(
             BLOCK=block_size,
             BT=tile,
             KV=TL_DTYPE[k.dtype],
+            CHECKED=tickets is not None,
             num_warps=4 if tile > 1 else 1,
         )

@@ -43,6 +43,14 @@ class Prelude:
     numbers: list[int]
     written: list[int]
 
+    def repeated(self) -> str:
+        """Names what a captured whole would repeat although it differs from step to step."""
+        if self.graph is None:
+            return ""
+        results = self.graph.output_node().args[0]
+        assert isinstance(results, tuple)
+        return ", ".join(str(node) for node in results[: self.values + self.masks])
+
 
 class GrowsWithLength(Exception):
     """More of the graph differs from step to step than can be cut off; the message says what."""

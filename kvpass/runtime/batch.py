@@ -14,6 +14,8 @@ from kvpass.errors import OutOfMemoryError, ShapeError
 from kvpass.runtime import directory
 from kvpass.runtime.columns import NO_BLOCK, Columns
 from kvpass.runtime.geometry import BlockGeometry
+from kvpass.runtime.guard import StepGuard
+from kvpass.runtime.manual import ManualStep
 from kvpass.runtime.pool import Slot
 from kvpass.runtime.readahead import ReadAhead
 from kvpass.runtime.service import Service
@@ -156,6 +158,8 @@ class Batch:
         active: thread that is in a step of this batch, or None.
         steps: layers of the step it is in, and of the steps nested in that.
         event: CUDA event after the last step, or None.
+        manual: the step that was begun by hand and has not ended, or None.
+        guard: checks appends on the device once a step was begun by hand there, or None.
         service: what its sequences are promised, and their weight.
         shares: by block size, hot bytes ``[B]`` that the sequences were due when that was last
             decided.
@@ -191,6 +195,8 @@ class Batch:
         self.active: int | None = None
         self.steps: list[frozenset[int]] = []
         self.event: Any = None
+        self.manual: ManualStep | None = None
+        self.guard: StepGuard | None = None
         self.service = Service(fairness or FairnessConfig())
         self.shares: dict[int, np.ndarray[Any, np.dtype[np.float64]]] = {}
         self._retention = (0.0,) * layers
@@ -385,6 +391,19 @@ class Batch:
         self.heat_before = counts.copy()
         return delta
 
+    def lengthen(self, layers: Sequence[int], tokens: int) -> list[Block]:
+        """Count new tokens that are stored; returns the blocks that they made full."""
+        full: list[Block] = []
+        for layer in layers:
+            first = self.lengths[layer] // self.block_size
+            self.lengths[layer] += tokens
+            last = self.lengths[layer] // self.block_size
+            if last > first:
+                full += [block for row in self.blocks[layer] for block in row[first:last]]
+        for block in full:
+            block.full = True
+        return full
+
     def attach(self, layer: int, sequence: int, block: Block) -> None:
         """Append a block to a row."""
         row = self.blocks[layer][sequence]
@@ -421,6 +440,11 @@ class Batch:
         """
         return self._retention
 
+    def rows_of(self, layers: Sequence[int]) -> list[int]:
+        """Table rows of all sequences in the given layers."""
+        size = self.size
+        return [row for i in layers for row in self._row_list[i * size : (i + 1) * size]]
+
     @property
     def fill(self) -> float:
         """Tokens stored over the capacity of the blocks held, 0 to 1; 1 where there are none."""
@@ -431,4 +455,6 @@ class Batch:
         """Give the table rows back; the batch can not be used any more."""
         if not self.released:
             self.released = True
+            if self.guard is not None:
+                self.guard.release()
             self.tables.give(self._row_list)

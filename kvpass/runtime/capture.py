@@ -18,6 +18,11 @@ THREAD_LOCAL = 1
 """CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: captures of other threads are ignored, not our own."""
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched on the device now is captured into a graph, and not run."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def _has_captures(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None
 

@@ -27,7 +27,8 @@ from kvpass.config import Config, FairnessConfig, refuse_options_of_backend
 from kvpass.config.families import DEFAULT
 from kvpass.errors import CacheStateError, CapacityError, ConfigError, ShapeError
 from kvpass.runtime import observe, pressure, roster
-from kvpass.runtime.batch import Batch, Block
+from kvpass.runtime.batch import Batch
+from kvpass.runtime.capture import is_capturing
 from kvpass.runtime.columns import Columns
 from kvpass.runtime.critical import Section
 from kvpass.runtime.heat import learn
@@ -194,6 +195,10 @@ class Manager(OfThisProcess):
             CacheStateError: the batch was released, or is in a step on another thread.
             OutOfMemoryError: no tier has room; nothing was appended.
         """
+        if batch.manual is not None:
+            with batch.manual.join(tokens, layers) as rows:
+                yield rows
+            return
         outer = len(batch.steps)
         try:
             self.begin(batch, tokens, layers)
@@ -209,13 +214,13 @@ class Manager(OfThisProcess):
         """First half of :meth:`step`."""
         self.check_process()
         with self._section.lock, self._section.whole:
+            if is_capturing(self.device):
+                raise CacheStateError(
+                    "a step cannot begin while its stream is captured into a CUDA graph: capture "
+                    "inside `with cache.begin_step(n):`"
+                )
             self._bury()
             self._check(batch)
-            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise CacheStateError(
-                    "a step cannot begin while its stream is captured into a CUDA graph: begin the "
-                    "step first and capture only what runs inside it"
-                )
             if batch.active is not None:
                 self._begin_nested(batch, tokens, layers)
                 return
@@ -254,8 +259,10 @@ class Manager(OfThisProcess):
     def abort(self, batch: Batch) -> None:
         """End a step that failed: nothing it appended counts, and the blocks for it are freed."""
         with self._section.lock, self._section.whole:
-            layers = batch.steps[-1]
+            layers = sorted(batch.steps[-1])
             self._end(batch)
+            if batch.guard is not None:
+                batch.guard.disarm(layers)
             for layer in layers:
                 self._reserver.trim(batch, layer, batch.lengths[layer])
 
@@ -264,15 +271,7 @@ class Manager(OfThisProcess):
         """Second half of :meth:`step`: the new tokens count from here on."""
         with self._section.lock, self._section.whole:
             self._end(batch)
-            full = [
-                block
-                for layer in layers
-                for row in batch.blocks[layer]
-                for block in self._filled(batch, layer, row, tokens)
-            ]
-            for layer in layers:
-                batch.lengths[layer] += tokens
-            self.mover.write_through(full)
+            self.mover.write_through(batch.lengthen(layers, tokens))
             if layers and layers[0] == 0:
                 self.counters.steps += 1
                 # Only steps of one query count accesses, so only they make a window; more tell that
@@ -285,15 +284,6 @@ class Manager(OfThisProcess):
                     self._use_heat(batch, start=True)
             if batch.observer is not None and not batch.steps:
                 batch.observer(batch, tokens)
-
-    @staticmethod
-    def _filled(batch: Batch, layer: int, row: list[Block], tokens: int) -> Iterator[Block]:
-        """Blocks of a row that ``tokens`` more tokens make full."""
-        size = batch.block_size
-        before = batch.lengths[layer]
-        for block in row[before // size : (before + tokens) // size]:
-            block.full = True
-            yield block
 
     # ------------------------------------------------------------------- heat
 

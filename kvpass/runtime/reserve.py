@@ -44,6 +44,8 @@ class Reserver:
 
     def reserve(self, batch: Batch, tokens: int, layers: Sequence[int]) -> None:
         """Blocks for ``tokens`` more tokens, and tables that name them; all or nothing."""
+        if batch.guard is not None:
+            batch.guard.check()
         batch.reserve_words(max((batch.lengths[layer] + tokens for layer in layers), default=0))
         if tokens:
             self._unshare(batch, layers)
@@ -64,6 +66,8 @@ class Reserver:
             if batch.dirty:
                 batch.cold_bytes = self.mover.columns.cold_bytes(batch.ids)
             batch.upload()
+            if batch.guard is not None:
+                batch.guard.arm(tokens, layers)
         except BaseException:
             for layer, sequence in reversed(made):
                 self.drop(batch, layer, sequence, len(batch.blocks[layer][sequence]) - 1)

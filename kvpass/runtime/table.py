@@ -9,6 +9,7 @@ import torch
 
 from kvpass.errors import OutOfMemoryError
 from kvpass.runtime.locks import fork_safe_lock
+from triton_ops.tickets import Tickets
 
 MAX_LAYERS = 256
 """Height of every rows tensor, so that compiled graphs see one shape whatever the model."""
@@ -25,6 +26,7 @@ class RowTables:
             the encoding in the low 4 bits).
         length: int32 ``[rows]``, tokens stored before the current step.
         heat: int64 ``[rows]``, address of the row's int32 access counters, or 0.
+        tickets: of rows whose steps are begun by hand, see :mod:`kvpass.runtime.guard`.
         max_blocks: words of the longest table so far; bounds workspaces without a device read.
     """
 
@@ -33,6 +35,7 @@ class RowTables:
         self.base = torch.zeros(MAX_ROWS, dtype=torch.int64, device=device)
         self.length = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
         self.heat = torch.zeros(MAX_ROWS, dtype=torch.int64, device=device)
+        self.tickets = Tickets.unchecked(MAX_ROWS, device)
         self.max_blocks = 1
         self._free = list(reversed(range(MAX_ROWS)))
         self._returned: deque[list[int]] = deque()

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from kvpass.config import Config
-from kvpass.errors import CacheStateError
+from kvpass.errors import CacheStateError, UnsupportedError
 from kvpass.graph.plan import Plan, TieredGroup
 from kvpass.runtime import directory
+from kvpass.runtime.capture import is_capturing
 from kvpass.runtime.content import Lease
 from kvpass.runtime.handle import KVHandle
 from kvpass.runtime.manager import Manager
@@ -36,6 +37,7 @@ class RewrittenGraph:
         config: configuration of functional caches.
         manager_for: gives the manager of functional caches.
         plain: the graph before it was rewritten, for a past that the rewritten one cannot place.
+        repeats: names what a captured step would repeat although it differs from step to step.
     """
 
     def __init__(
@@ -45,12 +47,14 @@ class RewrittenGraph:
         config: Config,
         manager_for: Callable[[Config, torch.device], Manager],
         plain: Callable[..., Any],
+        repeats: Callable[[], str] = str,
     ) -> None:
         self.plan = plan
         self.inner = inner
         self.config = config
         self._manager_for = manager_for
         self._plain = plain
+        self._repeats = repeats
         self._plain_calls = 0
         self._warned = False
         self._functional = [
@@ -83,6 +87,8 @@ class RewrittenGraph:
 
     def _run(self, *args: Any) -> Any:
         plan = self.plan
+        if is_capturing(plan.shapes[0].device):
+            self._check_capture()
         if plan.dense:
             args = tuple(with_memory(args, plan.dense))
         sizes = CallSizes(plan.symbols, args)
@@ -128,6 +134,27 @@ class RewrittenGraph:
         for functional, lease in zip(self._functional, leases, strict=True):
             functional.close(lease, values, args, sizes)
         return type(outputs)(values)
+
+    def _check_capture(self) -> None:
+        """A graph that is captured by hand must hold nothing that belongs to this step alone.
+
+        Raises:
+            UnsupportedError: it would.
+        """
+        if self._functional:
+            raise UnsupportedError(
+                "a step over a cache that the graph returns cannot be captured by hand: pass a "
+                "kvpass.TieredCache, and capture inside `with cache.begin_step(n):`"
+            )
+        what = self._repeats()
+        if self.plan.probes or self.plan.tables:
+            what = "its mask, which the host has to look at"
+        if what:
+            raise UnsupportedError(
+                f"a captured step would repeat this one's length in every replay: {what}. Give the "
+                "model its positions as a tensor that you fill before each replay (position_ids="
+                ", in transformers), and no padding mask"
+            )
 
     def _tiered_step(self, group: TieredGroup, args: Sequence[Any], sizes: CallSizes) -> Any:
         state = directory.tiered(args[group.handle])

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpass.graph.prelude import Prelude
+from kvpass.runtime.capture import is_capturing
 from kvpass.runtime.locks import fork_safe_lock
 from kvpass.runtime.table import tables_for
 from kvpass.warn import warn_user
@@ -282,7 +283,7 @@ class CudaCapture:
 
     def available(self, inputs: Sequence[Any]) -> bool:
         """See :class:`Capture`."""
-        return not torch.cuda.is_current_stream_capturing()
+        return not is_capturing(self._device)
 
     def key(self) -> Any:
         """See :class:`Capture`: where the workspaces of kernels end."""
