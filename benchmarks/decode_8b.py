@@ -25,10 +25,14 @@ GEOMETRY = BlockGeometry(KV_HEADS, DIM, DIM, DTYPE, BLOCK)
 FILL = 4096
 
 
-class Weights:
-    """Random weights of all layers, about 16 GB."""
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""From the layer, q ``[B, H, 1, D]``, k and v ``[B, Hkv, 1, D]`` to ``[B, H, 1, D]``."""
 
-    def __init__(self) -> None:
+
+class Weights:
+    """Random weights, about 16 GB with all layers."""
+
+    def __init__(self, layers: int = LAYERS) -> None:
         def random(rows: int, columns: int) -> Tensor:
             return torch.randn(rows, columns, device="cuda", dtype=DTYPE) * columns**-0.5
 
@@ -39,20 +43,28 @@ class Weights:
                 random(2 * MLP, HIDDEN),
                 random(HIDDEN, MLP),
             )
-            for _ in range(LAYERS)
+            for _ in range(layers)
         ]
         self.head = random(VOCABULARY, HIDDEN)
 
     def step(self, x: Tensor, rows: Tensor) -> Tensor:
-        """Logits ``[1, V]`` of one token ``[1, hidden]``."""
-        for layer, (qkv, out, up, down) in enumerate(self.layers):
-            h = F.linear(F.rms_norm(x, (HIDDEN,)), qkv).view(1, 1, -1, DIM).transpose(1, 2)
-            q, k, v = h.split([HEADS, KV_HEADS, KV_HEADS], 1)
+        """Logits ``[1, V]`` of one token ``[1, hidden]``, over the blocks of ``rows``."""
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             token = torch.ops.kvpass.append(k, v, rows, layer, BLOCK)
-            a = torch.ops.kvpass.attend(
+            result: Tensor = torch.ops.kvpass.attend(
                 q, k, v, token, rows, layer, BLOCK, DIM**-0.5, True, None, None
             )
-            x = x + F.linear(a.transpose(1, 2).reshape(1, -1), out)
+            return result
+
+        return self.forward(x, attend)
+
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        """Logits ``[B, V]`` of one token a sequence, ``[B, hidden]``."""
+        for layer, (qkv, out, up, down) in enumerate(self.layers):
+            h = F.linear(F.rms_norm(x, (HIDDEN,)), qkv).view(len(x), 1, -1, DIM).transpose(1, 2)
+            a = attend(layer, *h.split([HEADS, KV_HEADS, KV_HEADS], 1))
+            x = x + F.linear(a.transpose(1, 2).reshape(len(x), -1), out)
             gate, value = F.linear(F.rms_norm(x, (HIDDEN,)), up).chunk(2, -1)
             x = x + F.linear(F.silu(gate) * value, down)
         return F.linear(F.rms_norm(x, (HIDDEN,)), self.head)

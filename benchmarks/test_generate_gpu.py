@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long does a token take, by context, batch and place of the blocks, beside transformers?
+
+The decode steps of transformers' Llama in the shape of Llama-3.1-8B (random weights, bf16) after a
+prompt: with `kvpass.generate`, with stock `generate` over a `TieredCache` and over a `DynamicCache`
+that kvpass rewrites, and with transformers' own caches: static with its own compilation, dynamic,
+offloaded, offloaded static, quantised. Beside them the step that a specialist writes by hand: the
+same products and cuDNN's attention over contiguous K and V in one CUDA graph.
+
+A token's time is the time from one token that the host has seen to the next. Compilation, capture
+and the first steps are left out; the prompt is the same for all, and is stored before the clock
+starts. Tokens are checked against those of the uncompiled model where both are of one batch (in
+bf16 a near tie may fall either way, so the share of equal tokens is a fact of the table, not a
+test).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import kvpass
+from benchmarks import ratios
+from benchmarks.energy import EnergyCounter
+from benchmarks.llama_8b import (
+    CHUNK,
+    DEVICE,
+    LAYERS,
+    RUNS,
+    Peak,
+    bytes_of_token,
+    free,
+    make,
+    prompt,
+    synchronize,
+    tokens,
+)
+
+transformers = pytest.importorskip("transformers")
+
+pytest_plugins = ["benchmarks.ratios"]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not RUNS, reason="needs a CUDA GPU"),
+]
+WARM = 12
+"""Tokens before the clock starts: compilation, capture, what is read ahead."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How tokens are generated.
+
+    Attributes:
+        count: tokens that are timed.
+        hot: share of the KV cache in device memory, of kvpass.
+        against: key of :data:`benchmarks.ratios.REFERENCES`.
+        targets: ratio that is asked for, by context length.
+    """
+
+    run: str
+    count: int
+    hot: float = 1.0
+    against: str = "transformers static"
+    targets: tuple[tuple[int, float], ...] = ()
+
+
+STATIC = "transformers static, compiled"
+DYNAMIC = "transformers dynamic"
+WAYS = {
+    STATIC: Way("static", 60),
+    "hand-made graph, cuDNN": Way("hand", 100, against="hand-made graph"),
+    "kvpass.generate": Way("kvpass", 200, targets=((8192, 1.6), (32768, 2.5))),
+    "kvpass.generate, to the hand-made graph": Way(
+        "kvpass", 200, against="hand-made graph", targets=((32768, 1 / 1.08),)
+    ),
+    "stock generate, TieredCache": Way("stock tiered", 100),
+    "stock generate, DynamicCache": Way("stock dynamic", 60),
+    "kvpass.generate, all cold": Way("kvpass", 30, hot=0.0),
+    "kvpass.generate, half cold": Way("kvpass", 40, hot=0.5),
+    DYNAMIC: Way("dynamic", 20),
+    "transformers offloaded": Way("offloaded", 8),
+    "transformers offloaded static": Way("offloaded static", 8),
+    "transformers quantised": Way("quantised", 8),
+}
+ONE = [(8192, 1), (32768, 1), (131072, 1)]
+"""(tokens, batch) that everybody runs; the rest is for kvpass and the dynamic cache."""
+MANY = [(8192, 8), (32768, 8), (8192, 32)]
+BATCHED = ("kvpass.generate", DYNAMIC)
+NEED_A_GPU = ("hand", "offloaded", "offloaded static")
+
+
+class Stamps:
+    """The clock of a way: a time for each token, as the host sees it."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        """Called by `generate` of transformers; the first call brings the prompt."""
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Likewise."""
+
+    def seen(self, index: int, new: list[int]) -> None:
+        """Called by `kvpass.generate`."""
+        if index == 0:
+            self.times.append(time.perf_counter())
+
+    def intervals(self, count: int) -> np.ndarray:
+        """Seconds of each of the last ``count`` tokens."""
+        return np.diff(np.array(self.times[-count - 1 :]))
+
+
+class Bench:
+    """The model, and what each way needs of it."""
+
+    def __init__(self) -> None:
+        self.model = make()
+        self.compiled = False
+
+    def compile(self) -> None:
+        """Let kvpass compile it, once; ways of transformers come before."""
+        if not self.compiled:
+            torch._dynamo.reset()
+            self.model.compile(backend=kvpass.backend, options={"cuda_graphs": True})
+            self.compiled = True
+
+    def plain(self) -> None:
+        """The model as transformers calls it."""
+        if self.compiled:
+            torch._dynamo.reset()
+            self.model._compiled_call_impl = None
+            self.compiled = False
+
+    @torch.no_grad()
+    def store(self, cache: Any, ids: Tensor) -> None:
+        """The prompt but its last token, in pieces, by the uncompiled model: that takes less time
+        than to compile it, and what is stored is the same.
+        """
+        for first in range(0, ids.shape[1] - 1, CHUNK):
+            part = ids[:, first : min(first + CHUNK, ids.shape[1] - 1)]
+            self.model.forward(part, past_key_values=cache, logits_to_keep=1)
+        synchronize()
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    made.plain()
+
+
+def cache_of(way: Way, bench: Bench, batch: int, most: int) -> Any:
+    """An empty cache of the kind that a way is for."""
+    config = bench.model.config
+    if way.run in ("kvpass", "stock tiered"):
+        need = batch * (most + 512) * bytes_of_token()
+        # A fifth of the hot tier is kept free, so what must all fit is given a quarter more.
+        hot = int(need * way.hot * 1.3) if way.hot else batch * LAYERS * bytes_of_token() * 32
+        options: dict[str, Any] = {} if way.hot == 1.0 else {"resident_tokens": 0}
+        return kvpass.TieredCache(config, most, hot=hot, cold=2 * need, **options)
+    if way.run in ("static", "offloaded static"):
+        return transformers.StaticCache(
+            config=config, max_cache_len=most, offloading=way.run == "offloaded static"
+        )
+    if way.run == "quantised":
+        return transformers.QuantizedCache("quanto", config)
+    return transformers.DynamicCache(config=config, offloading=way.run == "offloaded")
+
+
+def stock(bench: Bench, cache: Any, ids: Tensor, count: int) -> Stamps:
+    """`generate` of transformers over a cache that holds all but the last token."""
+    stamps = Stamps()
+    bench.model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+        streamer=stamps if len(ids) == 1 else None,
+    )
+    return stamps
+
+
+def ours(bench: Bench, cache: Any, ids: Tensor, count: int) -> Stamps:
+    """`kvpass.generate`, likewise."""
+    stamps = Stamps()
+    kvpass.generate(bench.model, ids[:, -1:], cache, max_new_tokens=count, on_tokens=stamps.seen)
+    return stamps
+
+
+def whole(run: Callable[[int], Any], count: int) -> np.ndarray:
+    """Seconds a token of a way that tells no times: of many tokens less those of few."""
+    spans = []
+    for tokens_ in (WARM, WARM + count):
+        synchronize()
+        start = time.perf_counter()
+        run(tokens_)
+        synchronize()
+        spans.append(time.perf_counter() - start)
+    return np.full(count, (spans[1] - spans[0]) / count)
+
+
+def decode(way: Way, bench: Bench, context: int, batch: int) -> tuple[np.ndarray, dict[str, str]]:
+    """Seconds of each token, and what else there is to say."""
+    ids = prompt(batch, context)
+    count = way.count
+    if way.run == "hand":
+        from benchmarks.hand_made import HandMade
+
+        return HandMade(batch, context).intervals(count, WARM), {}
+    mine = way.run in ("kvpass", "stock tiered", "stock dynamic")
+    (bench.compile if mine else bench.plain)()
+    peak = Peak()
+    cache = cache_of(way, bench, batch, context + 4 * WARM + 2 * count)
+    bench.store(cache, ids)
+    generate = ours if way.run == "kvpass" else stock
+
+    def rest() -> None:
+        """Forget what was generated, so that the next call begins where this one did."""
+        over = cache.get_seq_length() - (context - 1)
+        if over > 0:
+            cache.truncate(context - 1) if hasattr(cache, "truncate") else cache.crop(-over)
+
+    if way.run in ("static", "offloaded static"):
+        # A static cache cannot be cut back: it goes on where it is.
+        ids_of = [ids]
+
+        def run(n: int) -> Stamps:
+            stamps = stock(bench, cache, ids_of[0], n)
+            ids_of[0] = torch.cat([ids_of[0], ids_of[0][:, :n]], 1)
+            return stamps
+
+    else:
+
+        def run(n: int) -> Stamps:
+            rest()
+            return generate(bench, cache, ids, n)
+
+    run(WARM)  # compiles, captures
+    energy = EnergyCounter()
+    start = time.perf_counter()
+    if batch > 1 and generate is stock:
+        seconds = whole(run, count)
+    else:
+        seconds = run(WARM + count).intervals(count)
+    joules = energy.joules()
+    facts = {"peak": f"{peak.gib():.2f} GiB"}
+    if joules:
+        # of all tokens of the call, those of the warm-up among them
+        share = seconds.sum() / (time.perf_counter() - start)
+        facts["tokens a joule"] = f"{count * batch / (joules * share):.3f}"
+    if isinstance(cache, kvpass.TieredCache):
+        found = cache.snapshot()
+        assert found is not None
+        facts["cold"] = f"{found.cold_only_bytes / found.kv_bytes:.0%}"
+    return seconds, facts
+
+
+def cells() -> Iterator[Any]:
+    for context, batch in [*ONE, *MANY]:
+        for name in WAYS:
+            if batch == 1 or name in BATCHED:
+                yield pytest.param(context, batch, name, id=f"{context}x{batch}-{name}")
+
+
+@pytest.mark.parametrize(("context", "batch", "name"), list(cells()))
+def test_decode(
+    benchmark: Any,
+    request: pytest.FixtureRequest,
+    bench: Bench,
+    context: int,
+    batch: int,
+    name: str,
+) -> None:
+    way = WAYS[name]
+    if way.run in NEED_A_GPU and DEVICE.type != "cuda":
+        pytest.skip(f"{name} needs a CUDA GPU")
+    group = benchmark.group = f"{context} tokens, batch {batch}"
+    found: dict[str, Any] = {}
+
+    def once() -> None:
+        found["seconds"], found["facts"] = decode(way, bench, tokens(context), batch)
+
+    try:
+        benchmark.pedantic(once, rounds=1, iterations=1)
+    except (ImportError, torch.OutOfMemoryError, ValueError, TypeError) as error:
+        if way.run in ("kvpass", "stock tiered", "stock dynamic"):
+            raise
+        pytest.skip(f"{name} cannot run: {type(error).__name__}: {str(error).splitlines()[0]}")
+    finally:
+        free()
+    ms = found["seconds"] * 1e3
+    facts = {"P50": f"{np.median(ms):.2f} ms", "P99": f"{np.quantile(ms, 0.99):.2f} ms"}
+    facts |= found["facts"]
+    benchmark.extra_info.update(
+        layers=LAYERS, device=str(DEVICE), ms_a_token=ms.tolist(), **found["facts"]
+    )
+    line = ratios.Line(
+        group,
+        name,
+        batch * 1e3 / float(np.median(ms)),
+        "tokens/s",
+        against=way.against if batch == 1 else DYNAMIC,
+        is_reference=name == (STATIC if batch == 1 else DYNAMIC) or way.run == "hand",
+        ours=way.run in ("kvpass", "stock tiered", "stock dynamic"),
+        target=dict(way.targets).get(context) if batch == 1 else None,
+        facts=facts,
+    )
+    ratios.note(request.config, benchmark.fullname, line)
