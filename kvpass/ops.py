@@ -28,10 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass import cpu_ops
+from kvpass import cpu_ops, gpu_ops
 from kvpass.errors import ShapeError, UnsupportedError
 from kvpass.runtime import directory
-from kvpass.runtime.table import tables_for
 from triton_ops._checks import (
     NewKeys,
     group_size,
@@ -111,10 +110,7 @@ def _attend_cpu(
 
 
 def _append_cuda(k: Tensor, v: Tensor, rows: Tensor, layer: int, block_size: int) -> Tensor:
-    import triton_ops
-
-    tables = tables_for(k.device)
-    triton_ops.append(k, v, rows[layer], tables.base, tables.length, block_size, tables.tickets)
+    gpu_ops.append(k, v, rows, layer, block_size)
     return k.new_empty(0)
 
 
@@ -138,13 +134,9 @@ def _attend_cuda(
     chunk: int = 0,
     tile: Sequence[int] | None = None,
 ) -> Tensor:
-    import triton_ops
-
-    out: Any
     new = _check(
         q, k_new, v_new, token, scale, causal, softcap, window, chunk, sinks, kv_heads, head_dim_v
     )
-    tables = tables_for(q.device)
     options: dict[str, Any] = {
         "block_size": block_size,
         "scale": scale,
@@ -159,21 +151,7 @@ def _attend_cuda(
         "kv_dtype": new.dtype,
         "tile": tile,
     }
-    if q.shape[2] == 1:
-        out = triton_ops.attend_decode(
-            q,
-            rows[layer],
-            tables.base,
-            tables.length,
-            new_tokens=new.tokens,
-            row_heat=tables.heat,
-            max_blocks=tables.max_blocks,
-            **options,
-        )
-        return token_major(out)
-    out = triton_ops.attend_extend(
-        q, k_new, v_new, rows[layer], tables.base, tables.length, causal=causal, **options
-    )
+    out = gpu_ops.attend(q, k_new, v_new, rows, layer, causal, new.tokens, options)
     return token_major(out)
 
 

@@ -100,6 +100,7 @@ def _warn_of_prefetch(given: tuple[str, ...]) -> None:
     """Once for the same options."""
     if given:
         warn_user(
-            f"{', '.join(given)}: without effect on a GPU in this version, whose kernels read cold "
-            "blocks in place; on a CPU they are read ahead from disk"
+            f"{', '.join(given)}: without effect on a GPU in this version: a token reads cold "
+            "blocks in place, a prompt brings them a layer ahead; on a CPU they are read ahead from "
+            "disk"
         )

@@ -12,6 +12,8 @@ from triton_ops._tiles import PAGE, TL_DTYPE
 from triton_ops.tickets import Tickets
 
 _TOKENS_PER_PROGRAM = 16
+_TOKENS_OF_FEW = 64
+"""Tokens at once where few programs do it all: a store over the link takes long to begin."""
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -56,28 +58,34 @@ def _append_kernel(
         m_row = m_row & m_due
     if m_row:
         p_words = tl.load(row_base + i_row).to(tl.pointer_type(tl.int64))
-        o_n = tl.program_id(1).to(tl.int64) * BT + tl.arange(0, BT)
-        m_n = o_n < n
-        o_pos = tl.load(row_len + i_row) + o_n
-        # [BT] a tile may cross blocks, so every token has its own word
-        b_word = tl.load(p_words + o_pos // BLOCK, mask=m_n, other=0) & -16
-        p_block = tl.multiple_of(b_word.to(tl.pointer_type(KV)), 16)
-        o_page = i_h * (BLOCK // PAGE) + (o_pos % BLOCK) // PAGE
-        p_page = p_block + o_page * (PAGE * (DK + DV))
-        o_slot = o_pos % PAGE
-        # [BT, DK]
-        o_d = tl.arange(0, DK_P)
-        m_d = m_n[:, None] & (o_d < DK)[None, :]
-        p_k = k + i_b * sk_b + i_h * sk_h + o_n[:, None] * sk_n + o_d.to(tl.int64)[None, :] * sk_d
-        b_k = tl.load(p_k, mask=m_d)
-        tl.store(p_page[:, None] + (o_slot * DK)[:, None] + o_d[None, :], b_k, mask=m_d)
-        # [BT, DV]
-        o_d = tl.arange(0, DV_P)
-        m_d = m_n[:, None] & (o_d < DV)[None, :]
-        p_v = v + i_b * sv_b + i_h * sv_h + o_n[:, None] * sv_n + o_d.to(tl.int64)[None, :] * sv_d
-        b_v = tl.load(p_v, mask=m_d)
-        o_v = PAGE * DK + o_slot * DV
-        tl.store(p_page[:, None] + o_v[:, None] + o_d[None, :], b_v, mask=m_d)
+        start = tl.load(row_len + i_row)
+        for i_t in range(tl.program_id(1), tl.cdiv(n, BT), tl.num_programs(1)):
+            o_n = i_t * BT + tl.arange(0, BT).to(tl.int64)
+            m_n = o_n < n
+            o_pos = start + o_n
+            # [BT] a tile may cross blocks, so every token has its own word
+            b_word = tl.load(p_words + o_pos // BLOCK, mask=m_n, other=0) & -16
+            p_block = tl.multiple_of(b_word.to(tl.pointer_type(KV)), 16)
+            o_page = i_h * (BLOCK // PAGE) + (o_pos % BLOCK) // PAGE
+            p_page = p_block + o_page * (PAGE * (DK + DV))
+            o_slot = o_pos % PAGE
+            # [BT, DK]
+            o_d = tl.arange(0, DK_P)
+            m_d = m_n[:, None] & (o_d < DK)[None, :]
+            p_k = (
+                k + i_b * sk_b + i_h * sk_h + o_n[:, None] * sk_n + o_d.to(tl.int64)[None, :] * sk_d
+            )
+            b_k = tl.load(p_k, mask=m_d)
+            tl.store(p_page[:, None] + (o_slot * DK)[:, None] + o_d[None, :], b_k, mask=m_d)
+            # [BT, DV]
+            o_d = tl.arange(0, DV_P)
+            m_d = m_n[:, None] & (o_d < DV)[None, :]
+            p_v = (
+                v + i_b * sv_b + i_h * sv_h + o_n[:, None] * sv_n + o_d.to(tl.int64)[None, :] * sv_d
+            )
+            b_v = tl.load(p_v, mask=m_d)
+            o_v = PAGE * DK + o_slot * DV
+            tl.store(p_page[:, None] + o_v[:, None] + o_d[None, :], b_v, mask=m_d)
         if CHECKED:
             # the last program takes the ticket: all others have seen it by then
             m_due = b_due != -1
@@ -95,6 +103,7 @@ def append(
     row_len: torch.Tensor,
     block_size: int,
     tickets: Tickets | None = None,
+    programs: int = 0,
 ) -> None:
     """Write token i of row b at position `row_len[rows[b]] + i`; `row_len` is not changed.
 
@@ -108,6 +117,8 @@ def append(
             must be in the table already.
         tickets: of all rows; a row that is checked and has no ticket for n tokens is not written,
             and its fault says so. None: no row is checked.
+        programs: that share the tokens, at least one for each KV head of a row; 0 = as many as
+            there are tiles. A few fill the link to host memory and leave the device to others.
 
     Raises:
         ValueError: shapes, devices or head dims (16..512 of `k`, 16..256 of `v`) that do not fit.
@@ -132,9 +143,12 @@ def append(
         tickets.check(k.device)
     if batch == 0 or n == 0 or kv_heads == 0:
         return
-    tile = min(_TOKENS_PER_PROGRAM, _checks.next_power_of_2(n))
+    tile = min(_TOKENS_OF_FEW if programs else _TOKENS_PER_PROGRAM, _checks.next_power_of_2(n))
+    pieces = triton.cdiv(n, tile)
+    if programs:
+        pieces = min(pieces, max(1, programs // (batch * kv_heads)))
     with _checks.device_guard(k.device):
-        _append_kernel[(batch * kv_heads, triton.cdiv(n, tile))](
+        _append_kernel[(batch * kv_heads, pieces)](
             k,
             v,
             rows,
@@ -153,5 +167,5 @@ def append(
             BT=tile,
             KV=TL_DTYPE[k.dtype],
             CHECKED=tickets is not None,
-            num_warps=4 if tile > 1 else 1,
+            num_warps=1 if tile == 1 else 8 if programs else 4,
         )

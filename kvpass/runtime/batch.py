@@ -17,6 +17,7 @@ from kvpass.runtime.geometry import BlockGeometry
 from kvpass.runtime.guard import StepGuard
 from kvpass.runtime.manual import ManualStep
 from kvpass.runtime.pool import Slot
+from kvpass.runtime.prompt import LongStep
 from kvpass.runtime.readahead import ReadAhead
 from kvpass.runtime.service import Service
 from kvpass.runtime.table import MAX_LAYERS, RowTables
@@ -158,6 +159,7 @@ class Batch:
         active: thread that is in a step of this batch, or None.
         steps: layers of the step it is in, and of the steps nested in that.
         event: CUDA event after the last step, or None.
+        long: what goes on beside the step it is in, if that has many tokens.
         manual: the step that was begun by hand and has not ended, or None.
         guard: checks appends on the device once a step was begun by hand there, or None.
         service: what its sequences are promised, and their weight.
@@ -170,6 +172,7 @@ class Batch:
         ahead: how far ahead cold blocks are asked for, or None.
         cold: ``[L][B]`` indices of blocks without a hot copy as the step began; None: there are
             none, or nobody asks.
+        spans: of layers that were attended by many queries, their window and chunk; 0 = all.
         first_read: of each layer, the first block that its last decode step read.
     """
 
@@ -195,6 +198,7 @@ class Batch:
         self.active: int | None = None
         self.steps: list[frozenset[int]] = []
         self.event: Any = None
+        self.long: LongStep | None = None
         self.manual: ManualStep | None = None
         self.guard: StepGuard | None = None
         self.service = Service(fairness or FairnessConfig())
@@ -208,6 +212,7 @@ class Batch:
         self.ahead: ReadAhead | None = None
         self.cold: list[list[list[int]]] | None = None
         self.first_read = [0] * layers
+        self.spans: dict[int, tuple[int, int]] = {}
         self.released = False
         self._device_lengths: list[int | None] = [None] * layers
         self._staging: list[tuple[torch.Tensor, Any]] = []

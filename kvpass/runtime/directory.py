@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _numbers = itertools.count(1)
 _objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _batches: dict[int, weakref.ref[Batch]] = {}
+_places: dict[int, weakref.ref[Batch]] = {}
 _lock = fork_safe_lock()
 
 
@@ -69,6 +70,17 @@ def enlist(batch: Batch) -> None:
     """Make a batch known by its rows."""
     with _lock:
         _batches[batch.first_row] = weakref.ref(batch)
+        _places[batch.rows.data_ptr()] = weakref.ref(batch)
+
+
+def batch_at(rows: Tensor) -> Batch | None:
+    """The live batch that owns this very tensor of rows, without reading it; None: nobody does.
+
+    An address is enough here: who is found is alive, and so is its tensor.
+    """
+    reference = _places.get(rows.data_ptr())
+    batch = reference() if reference is not None else None
+    return None if batch is None or batch.released or batch.rows.shape != rows.shape else batch
 
 
 def batch_of(rows: Tensor) -> Batch:

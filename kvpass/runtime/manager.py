@@ -250,6 +250,9 @@ class Manager(OfThisProcess):
 
     def _end(self, batch: Batch) -> None:
         batch.steps.pop()
+        if batch.long is not None:
+            batch.long.end()
+            batch.long = None
         if not batch.steps:
             batch.active = None
         if self.device.type == "cuda":

@@ -9,6 +9,7 @@ import torch
 import triton_ops
 from tests.triton_ops.paged import ragged, row_ids
 from triton_ops.reference import Tables, aligned_empty, gather_blocks, place_rows, row_blocks
+from triton_ops.tickets import Tickets
 
 
 def stored(tables: Tables, row: int, length: int, k: torch.Tensor, v: torch.Tensor,
@@ -48,6 +49,24 @@ def test_b09_rows_of_unequal_length_get_their_own_slots() -> None:
     for row, slot in ((0, 1), (1, 4)):
         k = row_blocks(tables, row)[0, : 32 * 16].view(32, 16)[:, 0]
         assert (k == 1).nonzero().flatten().tolist() == [slot]
+
+
+@pytest.mark.parametrize("programs", [1, 5, 16, 1000])
+@pytest.mark.parametrize("n", [1, 31, 200])
+def test_few_programs_write_the_same(programs: int, n: int) -> None:
+    keys = ragged([5, 40], 2, 16)
+    k = torch.randn(2, 2, n, 16)
+    stored_by = []
+    for number in (0, programs):
+        tables = place_rows(keys, keys, 32, "cpu", fill=7.0, spare_blocks=8)
+        tickets = Tickets.unchecked(2, torch.device("cpu"))
+        triton_ops.arm(row_ids(0, 1), tickets, n, torch.zeros(1, dtype=torch.int32))
+        triton_ops.append(
+            k, -k, row_ids(1, 0), tables.row_base, tables.row_len, 32, tickets, number
+        )
+        assert tickets.due.tolist() == tickets.arrived.tolist() == [0, 0]
+        stored_by.append([row_blocks(tables, row) for row in (0, 1)])
+    assert all(torch.equal(a, b) for a, b in zip(*stored_by, strict=True))
 
 
 def test_a_row_of_minus_one_writes_nothing() -> None:

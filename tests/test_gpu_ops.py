@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Long steps as on a GPU, under the Triton interpreter: what is brought, and what leaves."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+import triton_ops
+from kvpass import gpu_ops
+from kvpass.runtime import directory, prompt
+from tests.long_steps import chunk, worst
+from tests.runtime.harness import BLOCK, Driver
+
+SMALL = {"hot": "16KiB", "resident_tokens": 0}
+"""Four blocks of 4 KiB: nearly all of what follows is cold."""
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """Steps are long from 8 tokens on."""
+    monkeypatch.setattr(prompt, "LONG", 8)
+
+
+@pytest.fixture
+def extends(monkeypatch):
+    """The base tables that extend kernels were given."""
+    seen: list[torch.Tensor] = []
+    real = triton_ops.attend_extend
+
+    def note(q, k, v, rows, base, length, **options):
+        seen.append(base)
+        return real(q, k, v, rows, base, length, **options)
+
+    monkeypatch.setattr(triton_ops, "attend_extend", note)
+    return seen
+
+
+@pytest.fixture
+def appends(monkeypatch):
+    """The programs that appends were given."""
+    seen: list[int] = []
+    real = triton_ops.append
+
+    def note(*args):
+        seen.append(args[7])
+        return real(*args)
+
+    monkeypatch.setattr(triton_ops, "append", note)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("size", [1, 3])
+def test_chunks_over_cold_blocks(extends, appends, dtype, size):
+    driver = Driver(size=size, layers=3, dtype=dtype, **SMALL)
+    for tokens in (70, 33, 8, 96):
+        outs = chunk(driver, tokens)
+        assert worst(outs) < (1e-5 if dtype == torch.float32 else 4e-3)
+    driver.check()
+    tables = driver.batch.tables
+    brought = [base is not tables.base for base in extends]
+    # the first chunk has no past; fp16 leaves it to FlashAttention
+    first = 3 if dtype == torch.float32 else 0
+    assert brought == [False] * first + [True] * 9
+    assert prompt.PROGRAMS in appends
+    assert driver.batch.long is None
+
+
+def test_steps_over_hot_blocks_are_plain(extends, appends):
+    driver = Driver(hot="1MiB")
+    for tokens in (40, 20):
+        assert worst(chunk(driver, tokens)) < 1e-5
+    assert all(base is driver.batch.tables.base for base in extends)
+    assert set(appends) == {0}
+
+
+def test_short_steps_read_in_place(extends, appends):
+    driver = Driver(**SMALL)
+    chunk(driver, 100)
+    extends.clear()
+    appends.clear()
+    assert worst(chunk(driver, 5)) < 1e-5
+    assert all(base is driver.batch.tables.base for base in extends)
+    assert set(appends) == {0}
+
+
+def test_windows_bring_what_they_see(monkeypatch):
+    driver = Driver(layers=3, **SMALL)
+    spans = {1: {"window": 40}, 2: {"chunk": 64}}
+    brought: list[tuple[int, int]] = []
+    real = prompt.Past.__init__
+
+    def note(self, batch, layer, cold, stream=None):
+        brought.append((layer, min(i for _, i, _ in cold)))
+        real(self, batch, layer, cold, stream)
+
+    monkeypatch.setattr(prompt.Past, "__init__", note)
+    for tokens in (100, 100, 30):
+        assert worst(chunk(driver, tokens, spans)) < 1e-5
+    # stored: 100, then 200; blocks of 32
+    first = {(0, 0): 0, (1, 0): (100 + 1 - 40) // 32, (2, 0): 2, (0, 1): 0, (1, 1): 5, (2, 1): 6}
+    count: dict[int, int] = {}
+    for layer, index in brought:
+        at = count.setdefault(layer, 0)
+        assert index >= first[layer, at]  # an earlier block may be hot
+        count[layer] += 1
+    assert set(count) == {0, 1, 2}
+
+
+def test_a_layer_is_brought_while_the_one_before_is_attended(monkeypatch):
+    driver = Driver(layers=3, **SMALL)
+    chunk(driver, 100)
+    order: list[str] = []
+    real_past, real_extend = prompt.Past.__init__, triton_ops.attend_extend
+
+    def note(self, batch, layer, *rest):
+        order.append(f"bring {layer}")
+        real_past(self, batch, layer, *rest)
+
+    def extend(*args, **options):
+        order.append("attend")
+        return real_extend(*args, **options)
+
+    monkeypatch.setattr(prompt.Past, "__init__", note)
+    monkeypatch.setattr(triton_ops, "attend_extend", extend)
+    chunk(driver, 50)
+    assert order == ["bring 0", "bring 1", "attend", "bring 2", "attend", "attend"]
+
+
+def test_without_memory_for_copies_blocks_are_read_in_place(monkeypatch, extends):
+    driver = Driver(**SMALL)
+    chunk(driver, 100)
+    extends.clear()
+
+    def full(*args):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(prompt.Past, "__init__", full)
+    assert worst(chunk(driver, 50)) < 1e-5
+    assert all(base is driver.batch.tables.base for base in extends)
+    driver.check()
+
+
+def test_a_step_that_fails_leaves_nothing_behind():
+    driver = Driver(**SMALL)
+    chunk(driver, 100)
+    with (
+        pytest.raises(ZeroDivisionError),
+        driver.manager.step(driver.batch, 50, driver.layers) as rows,
+    ):
+        k = driver.random(50, 2, 16)
+        gpu_ops.append(k, k, rows, 0, BLOCK)
+        assert driver.batch.long is not None
+        1 / 0  # noqa: B018
+    assert driver.batch.long is None
+    assert worst(chunk(driver, 50)) < 1e-5
+    driver.check()
+
+
+@pytest.mark.parametrize(
+    ("options", "flash"),
+    [
+        ({}, True),
+        ({"window": 40}, True),
+        ({"window": 39}, False),
+        ({"chunk": 64}, True),
+        ({"chunk": 16}, False),
+        ({"softcap": 5.0}, False),
+        ({"sinks": torch.zeros(4)}, False),
+    ],
+)
+def test_the_first_chunk_is_left_to_flash_attention_where_it_is_plain(monkeypatch, options, flash):
+    driver = Driver(layers=1, dtype=torch.bfloat16, **SMALL)
+    calls = []
+    real = F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or real(*a, **k)
+    )
+    assert worst(chunk(driver, 40, {0: options})) < 4e-2
+    assert bool(calls) == flash
+    calls.clear()
+    assert worst(chunk(driver, 40, {0: options})) < 4e-2
+    assert not calls, "the second chunk has a past"
+
+
+def test_a_batch_is_found_by_its_own_rows():
+    one, other = Driver(size=2), Driver(size=2)
+    assert directory.batch_at(one.batch.rows) is one.batch
+    assert directory.batch_at(other.batch.rows) is other.batch
+    assert directory.batch_at(one.batch.rows.clone()) is None
+    assert directory.batch_at(one.batch.rows[:3]) is None
+    rows = one.batch.rows
+    one.manager.release(one.batch)
+    assert directory.batch_at(rows) is None
+
+
+def test_neighbours_are_copied_together():
+    driver = Driver(layers=1, hot="4KiB", resident_tokens=0)
+    chunk(driver, 320)
+    cold = [block.cold for block in driver.batch.blocks[0][0] if block.hot is None]
+    runs = list(prompt._neighbours(cold))
+    assert sum(map(len, runs)) == len(cold) > len(runs)
+    for run in runs:
+        assert all(b.address - a.address == a.arena.slot_bytes for a, b in itertools.pairwise(run))
