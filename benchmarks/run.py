@@ -31,6 +31,7 @@ FILES = {
     "gpu": ("benchmarks/test_attend_gpu.py", "attend-gpu"),
     "latent": ("benchmarks/test_latent_gpu.py", "latent-gpu"),
     "migration": ("benchmarks/test_migration_gpu.py", "migration-gpu"),
+    "prefill": ("benchmarks/test_prefill_gpu.py", "prefill-gpu"),
     "generate": ("benchmarks/test_generate_gpu.py", "generate-gpu"),
 }
 
