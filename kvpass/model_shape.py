@@ -127,6 +127,15 @@ def _plain_shape(name: str, content: dict[str, Any]) -> ModelShape:
     )
 
 
+LONGEST = 240
+"""Characters of a message of transformers that are shown."""
+
+
+def _shortened(text: str) -> str:
+    """A message without the end of a long list."""
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
+
+
 def transformers_shape(name: str, content: dict[str, Any], transformers: Any) -> ModelShape:
     """Return the shape of a config that transformers knows; weights are counted, not made.
 
@@ -145,7 +154,7 @@ def transformers_shape(name: str, content: dict[str, Any], transformers: Any) ->
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
             f"--model {name!r}: transformers makes no decoder of model_type "
-            f"{content['model_type']!r}: {first}"
+            f"{content['model_type']!r}: {_shortened(first)}"
         ) from None
     sizes = {key: weight.numel() for key, weight in network.named_parameters()}
     experts = int(_first(config, *EXPERTS) or 1)

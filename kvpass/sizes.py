@@ -23,7 +23,8 @@ def parse_size(value: object, name: str = "size") -> int:
 
     Args:
         value: an int (bytes), or text with a unit: B, kB, MB, GB, TB (powers of 1000) or KiB, MiB,
-            GiB, TiB (powers of 1024), in any case. A fraction of a byte is dropped.
+            GiB, TiB (powers of 1024), in any case but ``Gb``, which may mean bits. A fraction of a
+            byte is dropped.
         name: what the size is of, for messages.
 
     Raises:
@@ -105,6 +106,9 @@ def _parse_text(text: str, name: str) -> int:
     unit = written.lower()
     if not unit:
         raise _bad(name, text, "the unit is missing")
+    if unit.endswith("b") and len(unit) > 1 and written[-2:].endswith("b") and written[0].isupper():
+        # 64Gb is 64 gigabits to some, and an eighth of that, or eight times too much, is no guess.
+        raise _bad(name, text, f"{written} may mean bits; write {written[:-1]}B for bytes")
     if unit not in _UNITS:
         hint = f", did you mean {unit.upper()}iB?" if f"{unit}ib" in _BINARY else ""
         raise _bad(name, text, f"unknown unit {written!r}{hint}")

@@ -101,6 +101,6 @@ def _warn_of_prefetch(given: tuple[str, ...]) -> None:
     if given:
         warn_user(
             f"{', '.join(given)}: without effect on a GPU in this version: a token reads cold "
-            "blocks in place, a prompt brings them a layer ahead; on a CPU they are read ahead from "
-            "disk"
+            "blocks in place, a prompt has them copied a layer ahead; on a CPU they are read ahead "
+            "from disk"
         )

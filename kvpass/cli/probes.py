@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import os
 import shutil
@@ -86,25 +85,6 @@ def compile_fault(compiler: str) -> str | None:
         return None
     lines = [line for line in run.stderr.splitlines() if "error" in line]
     return (lines or [f"exit status {run.returncode}"])[0].strip()[:200]
-
-
-def available_memory() -> int | None:
-    """Return the bytes of host memory this process may still take, or None if unknown.
-
-    It is MemAvailable of /proc/meminfo, or less where a cgroup (container) allows less.
-    """
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvail"))
-    except (OSError, StopIteration):
-        return None
-    cgroup = Path("/sys/fs/cgroup")
-    # A cgroup without a limit says "max", which is no number.
-    with contextlib.suppress(OSError, ValueError):
-        limit = int((cgroup / "memory.max").read_text(encoding="ascii"))
-        used = int((cgroup / "memory.current").read_text(encoding="ascii"))
-        free = min(free, max(limit - used, 0))
-    return free
 
 
 def link_rates() -> tuple[float, float]:

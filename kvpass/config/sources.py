@@ -281,6 +281,8 @@ def _mapping(loader: yaml.SafeLoader, node: yaml.Node, path: Path, depth: int) -
             content[key] = _mapping(loader, value_node, path, depth + 1)
         else:
             value = loader.construct_object(value_node, deep=True)
+            if isinstance(value, int | float) and ":" in value_node.value:
+                value = value_node.value  # 12:30 is 750 in YAML 1.1, and to nobody else
             content[key] = Written(key, value, line)
     return content
 

@@ -100,8 +100,12 @@ def _writable_directory(value: object) -> Path | None:
         return None
     if not isinstance(value, str | os.PathLike) or not str(value).strip():
         raise ValueError("write the path of an existing directory")
-    path = Path(value).expanduser().absolute()
-    if not path.exists():
+    try:
+        path = Path(value).expanduser().absolute()
+        there = path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, ~nobody, a NUL in it
+        raise ValueError(f"no such path is possible ({error}); name a directory"[:300]) from None
+    if not there:
         raise ValueError(f"the directory {path} does not exist; create it (mkdir -p {path})")
     if not path.is_dir():
         raise ValueError(f"{path} is not a directory; name the directory for cold-tier files")

@@ -8,6 +8,8 @@ import mmap
 import os
 import shutil
 import tempfile
+from contextlib import suppress
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -15,6 +17,9 @@ import torch
 from kvpass.errors import ConfigError, KVPassError, OutOfMemoryError
 from kvpass.runtime.geometry import SLOT_ALIGNMENT
 from kvpass.sizes import format_size
+
+CGROUP = Path("/sys/fs/cgroup")
+"""Limits of the container, if any."""
 
 SLAB_BYTES = 64 << 20
 """Slab of the cold tier; a power of two, because torch rounds pinned allocations up to one."""
@@ -126,15 +131,20 @@ def _aligned(raw: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def available_memory() -> int:
-    """Bytes of host memory that can be had without swapping (MemAvailable of Linux)."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    """Bytes of host memory that can be had without swapping.
+
+    MemAvailable of Linux, or less where a cgroup (container) allows less.
+    """
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvail"))
+    # A cgroup without a limit says "max", which is no number.
+    with suppress(OSError, ValueError):
+        limit = int((CGROUP / "memory.max").read_text(encoding="ascii"))
+        used = int((CGROUP / "memory.current").read_text(encoding="ascii"))
+        free = min(free, max(limit - used, 0))
+    return free
 
 
 def total_memory(device: torch.device) -> int:

@@ -46,6 +46,8 @@ def test_sizes_that_are_read(text: str | int, size: int) -> None:
         ("10 apples", "unknown unit 'apples'"),
         ("64M", "unknown unit 'M'"),
         ("64gibB", "unknown unit 'gibB'"),
+        ("64Gb", "Gb may mean bits; write GB for bytes"),
+        ("1.5 Mib", "Mib may mean bits; write MiB for bytes"),
         ("-1", "between 1 byte"),
         ("", "not a number"),
         ("GiB", "not a number"),
@@ -303,6 +305,8 @@ def test_variables_that_are_no_options_are_left_alone() -> None:
         ("- hot", "holds list"),
         ("hot: [", "is not YAML"),
         ("hot: '10'", "unit is missing"),
+        ("hot: 12:30", r"hot = '12:30'"),
+        ("latency_target: 1:30.5", r"latency_target = '1:30.5'"),
     ],
 )
 def test_files_that_are_refused(tmp_path: Path, content: str, message: str) -> None:

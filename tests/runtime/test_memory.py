@@ -260,3 +260,15 @@ def test_what_dropped_managers_still_hold_is_collected_before_a_refusal(monkeypa
     config = kvpass.Config.load(hot="1MiB", cold="8MiB")
     assert Tiers(config, CPU).cold.capacity == 8 << 20
     assert held() is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "left"), [("1000000", "400000", 600000), ("5", "9", 0), ("max", "1", None)]
+)
+def test_a_container_has_no_more_memory_than_it_may_take(monkeypatch, tmp_path, limit, used, left):
+    whole = memory.available_memory()
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text(limit + "\n")
+    (tmp_path / "memory.current").write_text(used + "\n")
+    found = memory.available_memory()
+    assert found == left if left is not None else found > whole // 2
