@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import difflib
+import sys
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -78,10 +80,26 @@ def tune(batch: Batch, config: Config, model_type: str) -> None:
         ConfigError: the family's expression has no finite value at one of the layers.
     """
     batch.retain(retention(config, model_type, batch.layers))
+    _warn_of_misspelt(family_name(model_type), tuple(name for name, _ in config.optimizations))
     if batch.device.type == "cpu":
         batch.ahead = read_ahead(config, model_type)
     else:
         _warn_of_prefetch(tuple(prefetch_options(config, model_type)))
+
+
+@cache
+def _warn_of_misspelt(family: str, sections: tuple[str, ...]) -> None:
+    """Options of a family that nobody has heard of, and that is nearly this one."""
+    if family == DEFAULT or family in sections:
+        return
+    models = sys.modules.get("transformers.models.auto.configuration_auto")
+    known = getattr(models, "CONFIG_MAPPING_NAMES", {})
+    for name in difflib.get_close_matches(family, sections, cutoff=0.75):
+        if name not in known:
+            warn_user(
+                f"optimizations.{name} does not hold for this model, whose family is {family}: "
+                f"if that was meant, write optimizations.{family}"
+            )
 
 
 def prefetch_options(config: Config, model_type: str) -> Sequence[str]:

@@ -121,3 +121,20 @@ def test_reading_ahead_on_a_gpu_is_said_to_have_no_effect() -> None:
             warnings.simplefilter("error")
             tuning.tune(batch, Config(**options), "llama")
     assert not hasattr(batch, "ahead")
+
+
+@pytest.mark.parametrize(
+    ("section", "warned"), [("lama", True), ("lllama", True), ("llama4", False), ("gemma2", False)]
+)
+def test_a_misspelt_family_is_named_once(section: str, warned: bool) -> None:
+    """Names of other models are nobody's mistake, however much alike."""
+    pytest.importorskip("transformers.models.auto.configuration_auto")
+    tuning._warn_of_misspelt.cache_clear()
+    config = Config(optimizations={section: {"retention_priority": "layer_depth"}})
+    batch: Any = SimpleNamespace(layers=2, device=torch.device("cpu"), retain=lambda _: None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tuning.tune(batch, config, "llama")
+        tuning.tune(batch, config, "llama")
+    words = f"optimizations.{section} does not hold for this model, whose family is llama"
+    assert [words in str(warning.message) for warning in caught] == [True] * warned
