@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -83,22 +85,57 @@ def attend(
         )
         return out
     batch = directory.batch_at(rows)
+    with joined(batch, before=k_new is None):
+        return _attend_many(batch, q, k_new, v_new, rows, layer, causal, options)
+
+
+@contextmanager
+def joined(batch: Batch | None, *, before: bool) -> Iterator[None]:
+    """Around what reads the keys and values that were appended last.
+
+    Behind it their memory may be used again, by a compiled graph even without the allocator, so
+    what reads them on another stream has to be done by then.
+
+    Args:
+        batch: whose step it is.
+        before: what is inside reads them from their blocks.
+    """
+    if before and batch is not None and batch.long is not None:
+        batch.long.join()
+    yield
+    if batch is not None and batch.long is not None:
+        batch.long.join()
+
+
+def _attend_many(
+    batch: Batch | None,
+    q: Tensor,
+    k_new: Tensor | None,
+    v_new: Tensor | None,
+    rows: Tensor,
+    layer: int,
+    causal: bool,
+    options: dict[str, Any],
+) -> Tensor:
+    """:func:`attend` of more than one query."""
+    import triton_ops
+
     if batch is not None:
         batch.spans[layer] = options["window"], options["chunk"]
     if batch is not None and _is_first_chunk(batch, layer, q, k_new, causal, options):
         assert k_new is not None and v_new is not None
-        return F.scaled_dot_product_attention(
-            q, k_new, v_new, is_causal=True, scale=options["scale"],
-            enable_gqa=q.shape[1] != k_new.shape[1],
-        )  # fmt: skip
+        with torch.autocast(q.device.type, enabled=False):  # it would cast to its own dtype
+            return F.scaled_dot_product_attention(
+                q, k_new, v_new, is_causal=True, scale=options["scale"],
+                enable_gqa=q.shape[1] != k_new.shape[1],
+            )  # fmt: skip
+    tables = tables_for(q.device)
     place: tuple[Tensor, ...] = rows[layer], tables.base, tables.length
-    if batch is not None and batch.long is not None and k_new is None:
-        batch.long.join()  # what this step appended is read from its blocks
     long = LongStep.of(batch, q.shape[2])
     past = None if long is None else long.past(layer)
     if past is not None:
         place = past.rows, past.base, past.length
-    out = triton_ops.attend_extend(q, k_new, v_new, *place, causal=causal, **options)
+    out: Any = triton_ops.attend_extend(q, k_new, v_new, *place, causal=causal, **options)
     return out
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvpass import cpu_latent
+from kvpass import cpu_latent, gpu_ops
 from kvpass.errors import ShapeError
 from kvpass.ops import empty_output, full_bias, refuse_backward, token_major
 from kvpass.runtime import directory
@@ -84,7 +84,8 @@ def _attend_latent_cuda(
 
     _check(q, key_weight, value_weight, k_new, v_new, scale, causal, softcap, window)
     tables = tables_for(q.device)
-    with torch.autocast("cuda", enabled=False):
+    batch = directory.batch_at(rows)
+    with torch.autocast("cuda", enabled=False), gpu_ops.joined(batch, before=False):
         out = gpu_latent.attend_latent(
             q, key_weight, value_weight, k_new, v_new, rows[layer], tables, block_size, scale,
             causal, kv_mask, full_bias(bias, q.shape[2]), softcap, window, tile,

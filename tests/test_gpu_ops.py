@@ -207,3 +207,52 @@ def test_neighbours_are_copied_together():
     assert sum(map(len, runs)) == len(cold) > len(runs)
     for run in runs:
         assert all(b.address - a.address == a.arena.slot_bytes for a, b in itertools.pairwise(run))
+
+
+@pytest.mark.parametrize("stored", [0, 100])
+def test_what_was_appended_has_left_when_its_memory_may_be_used_again(monkeypatch, stored):
+    """A compiled graph reuses the memory of keys and values behind their attention."""
+    driver = Driver(layers=2, **SMALL)
+    if stored:
+        chunk(driver, stored)
+    order: list[str] = []
+    real_join, real_append = prompt.LongStep.join, prompt.LongStep.append
+    monkeypatch.setattr(
+        prompt.LongStep, "join", lambda self: order.append("join") or real_join(self)
+    )
+    monkeypatch.setattr(
+        prompt.LongStep, "append", lambda self, *a: order.append("append") or real_append(self, *a)
+    )
+    real_attend = gpu_ops._attend_many
+    monkeypatch.setattr(
+        gpu_ops, "_attend_many", lambda *a: order.append("attend") or real_attend(*a)
+    )
+    assert worst(chunk(driver, 50)) < 1e-5
+    assert order == ["append", "attend", "join"] * 2 + ["join"]
+
+
+def test_stored_tokens_are_attended_behind_what_this_step_appended(monkeypatch):
+    """A layer that shares another's keys and values has none of its own."""
+    driver = Driver(layers=1, **SMALL)
+    order: list[str] = []
+    real_join = prompt.LongStep.join
+    monkeypatch.setattr(
+        prompt.LongStep, "join", lambda self: order.append("join") or real_join(self)
+    )
+    real_attend = gpu_ops._attend_many
+    monkeypatch.setattr(
+        gpu_ops, "_attend_many", lambda *a: order.append("attend") or real_attend(*a)
+    )
+    chunk(driver, 100)
+    order.clear()
+    with driver.manager.step(driver.batch, 50, driver.layers) as rows:
+        k = driver.random(50, 2, 16)
+        gpu_ops.append(k, k, rows, 0, BLOCK)
+        q = driver.random(50, 4, 16)
+        options = {
+            "block_size": BLOCK, "scale": 0.3, "kv_mask": None, "bias": None, "softcap": 0.0,
+            "window": 0, "chunk": 0, "sinks": None, "kv_heads": 2, "head_dim_v": 16,
+            "kv_dtype": torch.float32, "tile": None,
+        }  # fmt: skip
+        gpu_ops.attend(q, None, None, rows, 0, False, 0, options)
+        assert order == ["join", "attend", "join"]

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long steps on a GPU: keys and values leave for the host, and come from it, beside the layers.
+"""Long steps on a GPU: keys and values leave for the host, and come from it, beside the attention.
 
 A layer of a prompt computes for milliseconds. What it appends to cold blocks goes over the link on
-a stream of its own, by few programs, while later layers compute; nobody waits for it before the
-step ends. Cold blocks of earlier tokens come in large pieces, a layer ahead, to device memory that
-lives as long as one attention: a kernel that read them in place would read them once for each tile
-of queries.
+a stream of its own, by few programs, while its attention computes. Cold blocks of earlier tokens
+come in large pieces, a layer ahead, to device memory that lives as long as one attention: a kernel
+that read them in place would read them once for each tile of queries.
 """
 
 from __future__ import annotations
@@ -60,6 +59,8 @@ class LongStep:
     def append(self, layer: int, tensors: Sequence[Tensor], run: Callable[[int], None]) -> None:
         """Append to a layer, beside what follows if some of it goes to cold blocks.
 
+        The tensors must stay as they are until :meth:`join`.
+
         Args:
             layer: of the batch.
             tensors: that are read.
@@ -75,7 +76,7 @@ class LongStep:
         self._out.wait_stream(torch.cuda.current_stream(self._batch.device))
         with torch.cuda.stream(self._out):
             run(PROGRAMS)
-            for tensor in tensors:
+            for tensor in tensors:  # in case nobody attends to them, and they are freed
                 tensor.record_stream(self._out)
             self._left = self._out.record_event()
 
