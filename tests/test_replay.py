@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -18,15 +19,19 @@ from tests.models import compile_with, generate, prompt, tiered, tiny
 
 
 class Hand:
-    """Replays by running again; as of a real graph, a capture has no effect on blocks."""
+    """Replays by running again; as of a real graph, a capture has no effect on blocks.
+
+    Nor does a replay raise version counters: no Python of the step runs there.
+    """
 
     def __init__(self) -> None:
         self.captured = self.replayed = self.open = 0
         self.workspace = 1
         self.capturing = False
+        self.fakes = True  # a step without effects may be run, which keeps what aliases what
         self.fails: Exception | None = None
 
-    def available(self, inputs) -> bool:
+    def available(self) -> bool:
         return True
 
     def key(self) -> int:
@@ -44,7 +49,7 @@ class Hand:
             raise self.fails
         self.captured += 1
         self.capturing = True
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with FakeTensorMode(allow_non_fake_inputs=True) if self.fakes else nullcontext():
             shapes = run()
         self.capturing = False
         outputs = tuple(
@@ -54,11 +59,23 @@ class Hand:
             for out in shapes
         )
 
+        own = [
+            value
+            for cell in run.__closure__
+            if isinstance(cell.cell_contents, list)
+            for value in cell.cell_contents
+            if isinstance(value, torch.Tensor) and not value.is_inference()
+        ]
+        assert own
+
         def replay() -> None:
             self.replayed += 1
+            versions = [tensor._version for tensor in own]
             for target, value in zip(outputs, run(), strict=True):
                 if isinstance(target, torch.Tensor):
                     target.copy_(value)
+            for tensor, version in zip(own, versions, strict=True):
+                torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
         return replay, outputs
 
@@ -256,6 +273,55 @@ def test_what_a_step_writes_to_is_written(hand):
     assert step(torch.zeros(1), other)[0].item() == 1 == other.item()
 
 
+def test_what_one_graph_writes_another_reads(hand):
+    """A replay raises no version counter, so the writer has to."""
+    counter = torch.zeros(1)
+
+    def write(x, count):
+        if not hand.capturing:
+            count.add_(1)
+        return (x + count,)
+
+    writes = replayer(hand, write, written=[1])
+    reads = replayer(hand, lambda x, count: (x * count,))
+    for i in range(8):
+        version = counter._version
+        writes(torch.zeros(1), counter)
+        assert counter._version > version
+        assert reads(torch.ones(1), counter)[0].item() == i + 1
+    assert writes.replays == reads.replays == 8 - WARM_UP
+
+
+@pytest.mark.parametrize("how", ["data", "numpy", "new data", "dlpack"])
+def test_small_inputs_are_read_each_time_however_they_were_changed(hand, how):
+    step = replayer(hand, lambda x, scale: (x * scale,))
+    scale = torch.ones(3)
+    for i in range(8):
+        if how == "data":
+            scale.data.fill_(i)
+        elif how == "numpy":
+            scale.numpy()[...] = i
+        elif how == "new data":
+            scale.data = torch.full((3,), float(i))
+        else:
+            torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(scale)).fill_(i)
+        assert step(torch.ones(3), scale)[0].tolist() == [i] * 3
+    assert step.replays == 8 - WARM_UP
+
+
+@pytest.mark.parametrize("part", [slice(0, 2), slice(1, 3)])
+def test_a_view_of_an_input_is_not_captured(hand, part):
+    hand.fakes = False
+    step = replayer(hand, lambda x, w: (x[part], x + w))
+    w = torch.ones(3)
+    for i in range(6):
+        x = torch.full((3,), float(i))
+        view = step(x, w)[0]
+        view.zero_()
+        assert x[part].eq(0).all()
+    assert step.replays == 0
+
+
 def test_an_input_that_is_returned_is_not_captured(hand):
     step = replayer(hand, lambda x, w: (x, x + w))
     w = torch.ones(2)
@@ -303,7 +369,7 @@ def test_masks_of_all_lengths_share_a_graph(hand):
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_a_step_that_was_cut_is_compiled_whole(hand, monkeypatch, inner):
     """Whoever captures must not matter to the compiler: masks of any length, one compilation."""
-    monkeypatch.setattr(hand, "available", lambda inputs: False)
+    monkeypatch.setattr(hand, "available", lambda: False)
     compiled = []
     real = backends.compile_inner
     monkeypatch.setattr(

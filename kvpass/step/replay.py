@@ -11,8 +11,7 @@ block that changed its place makes a new graph.
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -44,8 +43,8 @@ SHORTEST_MASK = 1024
 class Capture(Protocol):
     """What makes graphs of device work, and orders those who use one."""
 
-    def available(self, inputs: Sequence[Any]) -> bool:
-        """Whether a call with these inputs may be captured now."""
+    def available(self) -> bool:
+        """Whether a call may be captured, or served by a graph, now."""
         ...
 
     def key(self) -> Any:
@@ -66,39 +65,20 @@ class Capture(Protocol):
 
 
 @dataclass
-class Copied:
-    """A tensor of a graph, and what was copied into it last."""
-
-    tensor: Tensor
-    source: weakref.ref[Tensor] | None = None
-    version: int = -1
-
-    def take(self, value: Tensor) -> None:
-        """Copy, unless nothing has changed."""
-        # By the object: another tensor may get the address of one that is gone.
-        counted = not value.is_inference()
-        same = counted and self.source is not None and self.source() is value
-        if same and self.version == value._version:
-            return
-        self.tensor.copy_(value, non_blocking=True)
-        self.source = weakref.ref(value) if counted else None
-        self.version = value._version if counted else -1
-
-
-@dataclass
 class Graph:
     """One captured step.
 
     Attributes:
         fixed: (input, address) of those that are read where they are.
-        copied: (input, tensor of the graph).
+        copied: inputs of one dtype, and the graph's tensors that they are copied to. Each time: a
+            version counter does not see writes through ``.data``, NumPy or other graphs.
         masks: (input, tensor of the graph), whose first columns are filled.
         outputs: what a replay fills.
     """
 
     replay: Callable[[], None]
     fixed: list[tuple[int, int]]
-    copied: list[tuple[int, Copied]]
+    copied: list[tuple[list[int], list[Tensor]]]
     masks: list[tuple[int, Tensor]]
     outputs: Any
 
@@ -151,19 +131,23 @@ class Replayer:
         return type(outputs)(filled)
 
     def _run(self, inputs: list[Any]) -> Any:
-        if not self._capture.available(inputs):
+        if not self._capture.available():
             return self._late(*inputs)
         with self._lock:
             graph = self._graph(inputs)
             if graph is not None:
                 self._capture.begin()
-                for i, copied in graph.copied:
-                    copied.take(inputs[i])
+                for places, tensors in graph.copied:
+                    values = [inputs[i] for i in places]
+                    torch._foreach_copy_(tensors, values, non_blocking=True)
                 for i, mask in graph.masks:
                     mask[:, : inputs[i].shape[1]].copy_(inputs[i], non_blocking=True)
                 graph.replay()
                 outputs = _clones(graph.outputs)
                 self._capture.end()
+                for i in self._prelude.written:  # as the step itself would have told
+                    if not inputs[i].is_inference():
+                        torch.autograd.graph.increment_version(inputs[i])
                 self.replays += 1
                 return outputs
         return self._late(*inputs)
@@ -215,7 +199,7 @@ class Replayer:
         """A graph of this call; None where it cannot be captured (a failure is said once)."""
         written = set(self._prelude.written)
         fixed: list[tuple[int, int]] = []
-        copied: list[tuple[int, Copied]] = []
+        copied: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
         masks: list[tuple[int, Tensor]] = []
         own = list(inputs)
         for i, value in enumerate(inputs):
@@ -229,7 +213,9 @@ class Replayer:
                 fixed.append((i, value.data_ptr()))
             else:
                 own[i] = value.clone(memory_format=torch.preserve_format)
-                copied.append((i, Copied(own[i])))
+                places, tensors = copied.setdefault(value.dtype, ([], []))
+                places.append(i)
+                tensors.append(own[i])
         for i, tensor in masks:
             tensor[:, : inputs[i].shape[1]].copy_(inputs[i])
         try:
@@ -240,11 +226,15 @@ class Replayer:
                 f"one, which is slower: {type(error).__name__}: {str(error).splitlines()[0]}"
             )
             return None
-        addresses = {value.data_ptr() for value in own if isinstance(value, Tensor)}
-        tensors = [out for out in _leaves(outputs) if isinstance(out, Tensor)]
-        if any(out.numel() and out.data_ptr() in addresses for out in tensors):
-            return None  # an input that is returned: the caller has to get its own
-        return Graph(replay, fixed, copied, masks, outputs)
+        memory = {_memory(value) for value in own if isinstance(value, Tensor)}
+        results = [out for out in _leaves(outputs) if isinstance(out, Tensor) and out.numel()]
+        if any(_memory(out) in memory for out in results):
+            return None  # an input that is returned, or a part of it: the caller gets its own
+        return Graph(replay, fixed, list(copied.values()), masks, outputs)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _size(tensor: Tensor) -> int:
@@ -281,7 +271,7 @@ class CudaCapture:
         self._pool: Any = None
         self._last: Any = None
 
-    def available(self, inputs: Sequence[Any]) -> bool:
+    def available(self) -> bool:
         """See :class:`Capture`."""
         return not is_capturing(self._device)
 
