@@ -8,6 +8,7 @@ still gives the right keys and values, as dense copies.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,9 @@ class TieredCache:
             the manager was configured, and only options of fairness are given here.
         **options: any other key of :class:`kvpass.Config`, e.g. ``resident_tokens=256`` or
             ``qos=0.9``.
+
+    Attributes:
+        history: what :func:`kvpass.generate` knows of the tokens in it, or None.
 
     Raises:
         ConfigError: an option is unknown or out of range, ``max_tokens`` is not a positive integer,
@@ -110,6 +114,7 @@ class TieredCache:
         retention(self.kvpass_config, family, layers)  # a bad one is refused here
         self.max_tokens = max_tokens
         self._lengths = [0] * layers
+        self.history: Any = None
         self._state = TieredState(self.kvpass_config, layers, max_tokens, family, manager)
         self._handle = directory.enroll(self._state)
 
@@ -198,6 +203,7 @@ class TieredCache:
         """Forget all sequences."""
         self._state.replace(None)
         self._set_lengths(0)
+        self.history = None
 
     def truncate(self, length: int) -> None:
         """Keep the first ``length`` tokens of every sequence; more than stored keeps all.
@@ -238,6 +244,8 @@ class TieredCache:
         state = self._state
         if state.batch is not None and state.manager is not None:
             state.replace(state.manager.fork(state.batch, sequences))
+            if self.history is not None:
+                self.history = self.history.select(sequences)
 
     def begin_step(self, tokens: int = 1) -> ManualStep:
         """Reserve room for ``tokens`` more tokens a sequence, for a CUDA graph captured by hand.
@@ -261,7 +269,7 @@ class TieredCache:
             raise CacheStateError(
                 "begin_step before anything was stored: run the prompt through the model first"
             )
-        if batch.manual is not None:
+        if batch.manual is not None and batch.manual() is not None:
             raise CacheStateError(
                 "the last step has not ended: write `with cache.begin_step(n):`, or .end() it"
             )
@@ -272,9 +280,12 @@ class TieredCache:
                 "cache with a larger max_tokens"
             )
 
+        lengths, state = self._lengths, weakref.ref(self._state)
+
         def ended() -> None:
-            if self._state.batch is batch:
-                self._lengths[:] = batch.lengths
+            live = state()
+            if live is not None and live.batch is batch:
+                lengths[:] = batch.lengths
 
         return ManualStep(manager, batch, tokens, ended)
 

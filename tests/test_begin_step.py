@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import threading
 
 import pytest
 import torch
 
+import kvpass
 import triton_ops
 from kvpass.errors import CacheStateError, CapacityError, OutOfMemoryError, UnsupportedError
 from kvpass.runtime.geometry import BlockGeometry
@@ -195,6 +197,38 @@ def test_a_step_belongs_to_its_thread(model, started):
         step.cancel()
     assert isinstance(caught[0], CacheStateError) and "one thread" in str(caught[0])
     assert cache.get_seq_length() == 20
+
+
+def test_a_step_that_nobody_holds_is_cancelled(model, plain, started):
+    cache, ids = started
+    cache.begin_step(40)  # not kept
+    with cache.begin_step(1):
+        model(ids[:, 20:21], past_key_values=cache)
+    step = cache.begin_step(1)
+    del step
+    got = model(ids[:, 21:], past_key_values=cache).logits
+    torch.testing.assert_close(got, plain(ids).logits[:, 21:], rtol=1e-4, atol=1e-4)
+    assert cache.get_seq_length() == 60
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_cache_with_an_open_step_is_freed(model, kept):
+    ids, _ = prompt(1, 20)
+    manager = Manager(device="cpu", **OPTIONS)
+    steps_ = []
+    for _ in range(3):
+        cache = kvpass.TieredCache(model.config, 100, manager=manager)
+        model(ids, past_key_values=cache)
+        step = cache.begin_step(1)
+        if kept:
+            steps_.append(step)
+        del cache, step
+    steps_.clear()
+    gc.collect()
+    last = kvpass.TieredCache(model.config, 100, manager=manager)
+    model(ids, past_key_values=last)
+    assert manager.snapshot().sequences == 1
+    assert manager.snapshot().kv_bytes == last.snapshot().kv_bytes > 0
 
 
 def test_reset_in_a_step_leaves_an_empty_cache(model, started):

@@ -4,16 +4,32 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
+from kvpass.cache import TieredCache
 from kvpass.errors import ShapeError, UnsupportedError
 
-_compiled: Any = WeakIdKeyDictionary()
-"""Of models that were not compiled: what was made of them."""
+
+class _Compiled:
+    """What was made of a model, kept by the model itself, so that both end together."""
+
+    def __init__(self, call: Any = None) -> None:
+        self.call = call
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Compiled:
+        """Nothing: a copy of the model is another model."""
+        return _Compiled()
+
+    def __reduce__(self) -> Any:
+        """Likewise, when the model is saved."""
+        return _Compiled, ()
+
+
+_ATTRIBUTE = "_kvpass_compiled"
 
 
 def compiled(model: Any) -> Any:
@@ -23,9 +39,69 @@ def compiled(model: Any) -> Any:
         return model
     if not isinstance(model, nn.Module):
         return model
-    if model not in _compiled:
-        _compiled[model] = torch.compile(model, backend="kvpass", options={"cuda_graphs": True})
-    return _compiled[model]
+    kept = model.__dict__.get(_ATTRIBUTE)
+    if kept is None or kept.call is None:
+        call = torch.compile(model, backend="kvpass", options={"cuda_graphs": True})
+        kept = model.__dict__[_ATTRIBUTE] = _Compiled(call)
+    return kept.call
+
+
+def vocabulary_of(model: Any) -> int | None:
+    """Tokens that a model knows; None where it does not say."""
+    plain = getattr(model, "_orig_mod", model)
+    embeddings = getattr(plain, "get_input_embeddings", None)
+    if callable(embeddings):
+        with suppress(Exception):  # some models have none, and raise what they like
+            return int(embeddings().num_embeddings)
+    found = getattr(getattr(plain, "config", None), "vocab_size", None)
+    return found if isinstance(found, int) and not isinstance(found, bool) else None
+
+
+def _check(model: Any, cache: Any) -> None:
+    """Refuse what would fail inside the model.
+
+    Raises:
+        UnsupportedError: an encoder-decoder model, or a cache of another kind.
+    """
+    name = type(model).__name__
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise UnsupportedError(
+            f"{name} is an encoder-decoder model: call its own generate, with the model compiled "
+            "by model.compile(backend=kvpass.backend)"
+        )
+    if not callable(getattr(cache, "get_seq_length", None)):
+        raise UnsupportedError(
+            f"cache = {cache!r}: give a kvpass.TieredCache, a cache of transformers, or an object "
+            "with update(k, v, layer) and get_seq_length()"
+        )
+    theirs = any(base.__module__.startswith("transformers.") for base in type(model).__mro__)
+    if theirs and isinstance(cache, TieredCache) and not hasattr(cache, "get_mask_sizes"):
+        raise UnsupportedError(
+            f"a TieredCache that was made without the config of {name}: make it with "
+            "kvpass.TieredCache(model.config, max_tokens=...)"
+        )
+
+
+def _first_of(names: Any) -> str | None:
+    """The name that tokens are passed by; None: they are passed first, without one.
+
+    Raises:
+        UnsupportedError: there is no place for them.
+    """
+    if "input_ids" in names:
+        return "input_ids"
+    taken = {"past_key_values", "cache", "position_ids", "attention_mask", "last_only"}
+    for place, parameter in enumerate(names.values()):
+        if parameter.kind == parameter.VAR_POSITIONAL or (
+            place == 0 and parameter.kind == parameter.POSITIONAL_ONLY
+        ):
+            return None
+        by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if by_name and parameter.name not in taken:
+            return str(parameter.name)
+    raise UnsupportedError(
+        f"a forward of {', '.join(names)} has no place for tokens: name them input_ids"
+    )
 
 
 class Call:
@@ -36,11 +112,12 @@ class Call:
         cache: of keys and values.
 
     Raises:
-        UnsupportedError: its forward takes neither.
+        UnsupportedError: its forward takes neither, or it is not a decoder of such a cache.
     """
 
     def __init__(self, model: Any, cache: Any) -> None:
         plain = getattr(model, "_orig_mod", model)
+        _check(plain, cache)
         forward = plain.forward if isinstance(plain, nn.Module) else plain
         try:
             names = inspect.signature(forward).parameters
@@ -63,7 +140,7 @@ class Call:
             for name, value in self._options.items()
             if name in names or name in ("past_key_values", "cache")
         }
-        self._first = "input_ids" if "input_ids" in names else next(iter(names))
+        self._first = _first_of(names)
         self.positions = "position_ids" in names
         self.masks = "attention_mask" in names
 
@@ -89,7 +166,10 @@ class Call:
                     "attention_mask=: generate for each by itself"
                 )
             options["attention_mask"] = mask
-        out = self._model(**{self._first: tokens}, **options)
+        if self._first is None:
+            out = self._model(tokens, **options)
+        else:
+            out = self._model(**{self._first: tokens}, **options)
         logits = getattr(out, "logits", out[0] if isinstance(out, tuple) else out)
         if not isinstance(logits, Tensor) or logits.dim() != 3:
             found = getattr(logits, "shape", type(logits).__name__)

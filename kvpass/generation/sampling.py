@@ -11,6 +11,8 @@ from torch import Tensor
 
 from kvpass.errors import ConfigError
 
+LEAST_TEMPERATURE = 1e-4
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -36,13 +38,16 @@ class Sampling:
         Raises:
             ConfigError: a value is out of range.
         """
-        _check("temperature", self.temperature, 0 <= _number(self.temperature) < math.inf, "from 0")
+        heat = _number(self.temperature)
+        # Below, logits over it are beyond the range of float32, and chances no numbers.
+        fits = heat == 0 or LEAST_TEMPERATURE <= heat < math.inf
+        _check("temperature", self.temperature, fits, f"0 or a number from {LEAST_TEMPERATURE:g}")
         k, p = self.top_k, self.top_p
         whole = isinstance(k, int) and not isinstance(k, bool)
         _check("top_k", k, k is None or (whole and k >= 1), "an integer from 1, or None")
-        _check("top_p", p, p is None or 0 < _number(p) <= 1, "above 0, up to 1, or None")
+        _check("top_p", p, p is None or 0 < _number(p) <= 1, "a number above 0, up to 1, or None")
         penalty = self.repetition_penalty
-        _check("repetition_penalty", penalty, 0 < _number(penalty) < math.inf, "above 0")
+        _check("repetition_penalty", penalty, 0 < _number(penalty) < math.inf, "a number above 0")
 
     @property
     def greedy(self) -> bool:
@@ -56,15 +61,18 @@ def _number(value: object) -> float:
 
 def _check(name: str, value: object, fits: bool, range_: str) -> None:
     if not fits:
-        raise ConfigError(f"{name} = {value!r}: give a number {range_}")
+        raise ConfigError(f"{name} = {value!r}: give {range_}")
 
 
 class Sampler:
     """Chooses tokens, and remembers which there were.
 
+    Attributes:
+        valid: bool ``[B, 1]``, whether the logits of the last call were numbers to choose by.
+
     Args:
         options: how to choose.
-        ids: ``[B, n]`` the prompt.
+        ids: ``[B, n]`` all tokens there are.
         shown: bool ``[B, n]``, False where it is padding; None: nowhere.
         generator: source of chance; None: torch's own of the device.
     """
@@ -80,12 +88,15 @@ class Sampler:
         self._generator = generator
         self._ids, self._shown = ids, shown
         self._seen: Tensor | None = None
+        self.valid = torch.ones(len(ids), 1, dtype=torch.bool, device=ids.device)
 
     def __call__(self, logits: Tensor) -> Tensor:
         """The next tokens, int64 ``[B, 1]``, of logits ``[B, V]``."""
         options = self.options
         # In float32, whatever the model computes in: sums of many small probabilities.
         scores = logits.float()
+        highest = scores.amax(-1, keepdim=True)
+        self.valid = ~highest.isnan() if options.greedy else highest.isfinite()
         if options.repetition_penalty != 1.0:
             seen = self._of_prompt(scores)
             penalty = options.repetition_penalty

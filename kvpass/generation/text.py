@@ -38,6 +38,14 @@ def decoder_of(tokenizer: Any) -> Any:
     return decode
 
 
+def special_ids(tokenizer: Any, texts: Sequence[str]) -> frozenset[int]:
+    """Of texts that are special tokens, which the decoded text leaves out, their ids."""
+    names = getattr(tokenizer, "all_special_tokens", None) or ()
+    ids = getattr(tokenizer, "all_special_ids", None) or ()
+    known = dict(zip(map(str, names), ids, strict=False))
+    return frozenset(known[text] for text in texts if text in known)
+
+
 class TextOf:
     """The text of one sequence as its tokens come.
 
@@ -71,21 +79,24 @@ class TextOf:
         before = self._decode(self._ids[self._from : self._read])
         after = self._decode(self._ids[self._from :])
         if len(after) > len(before) and not after.endswith(REPLACEMENT):
-            searched = max(len(self.text) - self._held, 0)
-            self.text += after[len(before) :]
+            self._add(after[len(before) :])
             self._from, self._read = self._read, len(self._ids)
-            found = [at for stop in self._stops if (at := self.text.find(stop, searched)) >= 0]
-            if found:
-                self.text = self.text[: min(found)]
-                self.stopped = True
         return self._give(len(self.text) if self.stopped else len(self.text) - self._held)
 
     def end(self) -> str:
         """No more tokens come; returns what was held back."""
         if not self.stopped:
             before = self._decode(self._ids[self._from : self._read])
-            self.text += self._decode(self._ids[self._from :])[len(before) :]
+            self._add(self._decode(self._ids[self._from :])[len(before) :])
         return self._give(len(self.text))
+
+    def _add(self, text: str) -> None:
+        searched = max(len(self.text) - self._held, 0)
+        self.text += text
+        found = [at for stop in self._stops if (at := self.text.find(stop, searched)) >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+            self.stopped = True
 
     def _give(self, end: int) -> str:
         piece = self.text[self._given : max(end, self._given)]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -160,7 +161,7 @@ class Batch:
         steps: layers of the step it is in, and of the steps nested in that.
         event: CUDA event after the last step, or None.
         long: what goes on beside the step it is in, if that has many tokens.
-        manual: the step that was begun by hand and has not ended, or None.
+        manual: the step that was begun by hand and has not ended, weakly, or None.
         guard: checks appends on the device once a step was begun by hand there, or None.
         service: what its sequences are promised, and their weight.
         shares: by block size, hot bytes ``[B]`` that the sequences were due when that was last
@@ -199,7 +200,7 @@ class Batch:
         self.steps: list[frozenset[int]] = []
         self.event: Any = None
         self.long: LongStep | None = None
-        self.manual: ManualStep | None = None
+        self.manual: weakref.ref[ManualStep] | None = None
         self.guard: StepGuard | None = None
         self.service = Service(fairness or FairnessConfig())
         self.shares: dict[int, np.ndarray[Any, np.dtype[np.float64]]] = {}

@@ -67,6 +67,7 @@ class Manager(OfThisProcess):
             reserved; tests force migration here.
         columns: what is known of all blocks.
         number: of this manager, never used twice in a process; names it in metrics.
+        dropped: batches whose step was begun by hand and forgotten.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Manager(OfThisProcess):
         self._resizer = Resizer(self.tiers, self.mover, self.columns.blocks)
         self.before_step: Callable[[Manager, Batch], None] | None = None
         self._dead: deque[Batch] = deque()
+        self.dropped: deque[Batch] = deque()
         weakref.finalize(self, _close, self._batches).atexit = False
         self.number = roster.enroll(self)
         if self.device.type == "cuda":
@@ -179,6 +181,10 @@ class Manager(OfThisProcess):
             self._batches.remove(batch)
 
     def _bury(self) -> None:
+        while self.dropped:
+            batch = self.dropped.popleft()
+            batch.manual = None
+            self.abort(batch)
         for _ in range(len(self._dead)):  # one that is in a step comes back
             self.release(self._dead.popleft())
 
@@ -195,8 +201,9 @@ class Manager(OfThisProcess):
             CacheStateError: the batch was released, or is in a step on another thread.
             OutOfMemoryError: no tier has room; nothing was appended.
         """
-        if batch.manual is not None:
-            with batch.manual.join(tokens, layers) as rows:
+        manual = None if batch.manual is None else batch.manual()
+        if manual is not None:
+            with manual.join(tokens, layers) as rows:
                 yield rows
             return
         outer = len(batch.steps)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -23,7 +24,7 @@ class ManualStep:
     """What :meth:`kvpass.TieredCache.begin_step` returns; a context manager.
 
     Blocks for the new tokens are reserved when it is made. Steps of rewritten graphs join it
-    meanwhile; when it ends, the tokens count.
+    meanwhile; when it ends, the tokens count. One that nobody holds any more is cancelled.
 
     Args:
         manager: of the batch.
@@ -47,7 +48,10 @@ class ManualStep:
         if batch.device.type == "cuda" and batch.guard is None:
             batch.guard = StepGuard(batch)
         manager.begin(batch, tokens, self._layers)
-        batch.manual = self
+        batch.manual = weakref.ref(self)
+        # One that is dropped without an end is cancelled by the manager, when it has its lock.
+        self._dropped = weakref.finalize(self, manager.dropped.append, batch)
+        self._dropped.atexit = False
 
     def __enter__(self) -> ManualStep:
         """Itself."""
@@ -94,6 +98,7 @@ class ManualStep:
 
     def _close(self) -> None:
         self.done = True
+        self._dropped.detach()
         self._batch.manual = None
 
     @contextmanager

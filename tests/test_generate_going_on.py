@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kvpass.generate over a cache that holds something: padding, penalties, caches of all kinds."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import kvpass
+from kvpass.errors import CacheStateError, ShapeError, UnsupportedError
+from kvpass.generation import loop
+from tests.models import compile_with, generate, tiered, tiny
+
+PROMPTS = [[5, 6, 7, 8, 9], [11, 12]]
+
+
+@pytest.fixture(scope="module")
+def models():
+    """A plain model, and an equal one that is compiled."""
+    torch._dynamo.reset()
+    plain, model = tiny("llama"), tiny("llama")
+    compile_with(model)
+    yield plain, model
+    torch._dynamo.reset()
+
+
+def run(model: Any, prompt: Any, cache: Any, tokens: int = 6, **options: Any) -> kvpass.Generation:
+    options.setdefault("eos_token_id", None)
+    return kvpass.generate(model, prompt, cache, max_new_tokens=tokens, **options)
+
+
+def whole(plain, prompts, tokens, **options):
+    """What transformers makes of padded prompts in one go."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[1] * (longest - len(row)) + row for row in prompts])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts])
+    return generate(plain, ids, mask, tokens, **options).sequences[:, longest:].tolist()
+
+
+def last(out):
+    return [[row[-1]] for row in out.tokens]
+
+
+def test_padding_is_remembered(models):
+    plain, model = models
+    want = whole(plain, PROMPTS, 14)
+    first = run(model, PROMPTS, tiered(model))
+    second = run(model, last(first), first.cache, 8)
+    assert [a + b for a, b in zip(first.tokens, second.tokens, strict=True)] == want
+    again = run(model, last(first), first.cache, 1)  # and on, behind that
+    assert again.cache.get_seq_length() == 5 + 14
+
+
+def test_padding_follows_copies_and_orders(models):
+    plain, model = models
+    want = whole(plain, PROMPTS, 14)
+    first = run(model, PROMPTS, tiered(model))
+    fork = copy.deepcopy(first.cache)
+    second = run(model, last(first), fork, 8)
+    assert [a + b for a, b in zip(first.tokens, second.tokens, strict=True)] == want
+    first.cache.batch_select_indices(torch.tensor([1, 0, 1]))
+    third = run(model, [last(first)[i] for i in (1, 0, 1)], first.cache, 8)
+    tails = [row[6:] for row in want]
+    assert third.tokens == [tails[1], tails[0], tails[1]]
+
+
+def test_a_mask_of_the_user_comes_first(models):
+    plain, model = models
+    want = whole(plain, PROMPTS, 14)
+    first = run(model, PROMPTS, tiered(model))
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[1, :3] = 0
+    second = run(model, last(first), first.cache, 8, attention_mask=mask.tolist())
+    assert [a + b for a, b in zip(first.tokens, second.tokens, strict=True)] == want
+
+
+def test_a_cache_that_was_reset_has_no_padding(models):
+    plain, model = models
+    first = run(model, PROMPTS, tiered(model))
+    first.cache.reset()
+    got = run(model, [[5, 6], [7, 8]], first.cache)
+    assert got.tokens == whole(plain, [[5, 6], [7, 8]], 6)
+
+
+def test_padding_of_other_caches_has_to_be_said(models):
+    plain, model = models
+    want = whole(plain, PROMPTS, 14)
+    first = run(model, PROMPTS, transformers.DynamicCache(config=model.config))
+    with pytest.raises(ShapeError, match=r"before were padded: give attention_mask=, \[B, 10 \+"):
+        run(model, last(first), first.cache)
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[1, :3] = 0
+    second = run(model, last(first), first.cache, 8, attention_mask=mask)
+    assert [a + b for a, b in zip(first.tokens, second.tokens, strict=True)] == want
+
+
+@pytest.mark.parametrize("kind", ["tiered", "dynamic"])
+def test_a_penalty_counts_what_was_generated_before(models, kind):
+    plain, model = models
+    want = whole(plain, PROMPTS[:1], 16, repetition_penalty=1.7)
+    cache = tiered(model) if kind == "tiered" else transformers.DynamicCache(config=model.config)
+    first = run(model, PROMPTS[:1], cache, repetition_penalty=1.7)
+    second = run(model, last(first), first.cache, 10, repetition_penalty=1.7)
+    assert first.tokens[0] + second.tokens[0] == want[0]
+
+
+class Own:
+    """A cache with no more than models need."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def update(self, k, v, layer, *args):
+        if layer in self.layers:
+            old = self.layers[layer]
+            k, v = torch.cat([old[0], k], 2), torch.cat([old[1], v], 2)
+        self.layers[layer] = k, v
+        return k, v
+
+    def get_seq_length(self, layer=0):
+        return self.layers[layer][0].shape[2] if layer in self.layers else 0
+
+    def get_mask_sizes(self, count, layer=0):
+        return self.get_seq_length() + count, 0
+
+    def get_query_offset(self, layer=0):
+        return self.get_seq_length(layer)
+
+    is_compileable = False
+
+
+CACHES = {
+    "tiered": lambda config: kvpass.TieredCache(config, 64),
+    "dynamic": lambda config: transformers.DynamicCache(config=config),
+    "sliding": lambda config: transformers.DynamicCache(config=config),
+    "static": lambda config: transformers.StaticCache(config=config, max_cache_len=64),
+    "own": lambda config: Own(),
+}
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_text_that_ends_early_leaves_what_it_is_made_of(monkeypatch, kind):
+    """Also where the host reads tokens late, as beside a GPU: those behind are taken off again."""
+    model = tiny("mistral" if kind == "sliding" else "llama", **(
+        {"sliding_window": 8} if kind == "sliding" else {}
+    ))  # fmt: skip
+    model.forward_count = 0
+    late: list[torch.Tensor] = []
+
+    def send(self, tokens):
+        late.append(tokens)
+        while len(late) > self._ahead:
+            self._read(late.pop(0))
+
+    def finish(self, real=loop._Reader.finish):
+        while late and not self.done():
+            self._read(late.pop(0))
+        late.clear()
+        real(self)
+
+    monkeypatch.setattr(loop._Reader, "send", send)
+    monkeypatch.setattr(loop._Reader, "finish", finish)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    plain = run(compiled, PROMPTS[:1], transformers.DynamicCache(config=model.config), 12)
+    end = plain.tokens[0][4]
+    at = plain.tokens[0].index(end)
+    cache = CACHES[kind](model.config)
+    out = run(compiled, PROMPTS[:1], cache, 12, eos_token_id=end)
+    assert out.tokens[0] == plain.tokens[0][: at + 1]
+    assert int(cache.get_seq_length()) == 5 + at
+    more = run(compiled, last(out), cache, 12 - at - 1)
+    assert more.tokens[0] == plain.tokens[0][at + 1 :]
+
+
+def test_somebody_who_changes_the_cache_meanwhile_is_noticed(models):
+    _, model = models
+    cache = tiered(model)
+
+    def nested(index, tokens):
+        run(model, [[3]], cache, 1)
+
+    with pytest.raises(CacheStateError, match="something else changed it while kvpass.generate"):
+        run(model, PROMPTS[:1], cache, on_tokens=nested)
+    cache = tiered(model)
+    with pytest.raises(CacheStateError, match="give it a cache of its own"):
+        run(model, PROMPTS[:1], cache, on_tokens=lambda *_: cache.truncate(3))
+
+
+def test_a_model_that_was_not_compiled_is_freed():
+    torch._dynamo.reset()
+    model = tiny("llama")
+    run(model, PROMPTS[:1], tiered(model), 2)
+    other = copy.deepcopy(model)
+    assert run(other, PROMPTS[:1], tiered(other), 2).tokens == (
+        run(model, PROMPTS[:1], tiered(model), 2).tokens
+    )
+    gone = weakref.ref(model)
+    assert set(model.state_dict()) == set(tiny("llama").state_dict())
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers(value, temperature):
+    class Broken(nn.Module):
+        def forward(self, input_ids, cache):
+            cache.update(
+                torch.zeros(1, 2, input_ids.shape[1], 16),
+                torch.zeros(1, 2, input_ids.shape[1], 16),
+                0,
+            )
+            logits = torch.zeros(1, input_ids.shape[1], 8)
+            if cache.get_seq_length() > 3:
+                logits[..., 3] = value
+                if value < 0:
+                    logits[:] = value
+            return logits
+
+    torch._dynamo.reset()
+    broken = torch.compile(Broken(), backend="eager")
+    if temperature == 0.0 and value == value:
+        out = run(broken, [[1, 2]], Own(), 4, temperature=temperature)
+        assert len(out.tokens[0]) == 4  # one infinite logit is the likeliest
+        return
+    with pytest.raises(UnsupportedError, match="logits for new token 2 of sequence 0 are NaN or i"):
+        run(broken, [[1, 2]], Own(), 4, temperature=temperature)
