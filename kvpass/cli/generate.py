@@ -35,7 +35,8 @@ def command(
         float, typer.Option(help="Above 1, tokens that are there already become less likely.")
     ] = 1.0,
     seed: Annotated[
-        int | None, typer.Option(help="Of the chance that --temperature brings in.")
+        int | None,
+        typer.Option(help="Of the chance that --temperature brings in.", min=0, max=2**63 - 1),
     ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")
@@ -102,6 +103,10 @@ def command(
     ctx.with_resource(running.metrics(metrics_port))
     if prompt is not None and not prompt:
         raise ConfigError("--prompt has no tokens: give some text")
+    try:
+        (prompt or "").encode()
+    except UnicodeEncodeError as error:  # bytes that are no UTF-8 come as halves of characters
+        raise ConfigError(f"--prompt is no UTF-8 text: {error}; use --prompt-file") from None
     if prompt_file is not None:
         try:
             prompt = prompt_file.read_text(encoding="utf-8")

@@ -148,8 +148,13 @@ def test_generate_samples_with_a_seed_and_stops_before_a_string(capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--temperature", "-1"], "error: --temperature = -1.0: give a number from 0"),
-        (["--top-k", "0"], "error: --top-k = 0"),
+        (["--temperature", "-1"], "error: --temperature = -1.0: give 0 or a number from"),
+        (["--top-k", "0"], "error: --top-k = 0: give an integer from 1, or None"),
+        (
+            ["--temperature", "1e-40"],
+            "error: --temperature = 1e-40: give 0 or a number from 0.0001",
+        ),
+        (["--prompt", "a\udcff"], "error: --prompt is no UTF-8 text"),
         (["--top-p", "1.5"], "error: --top-p = 1.5"),
         (["--repetition-penalty", "0"], "error: --repetition-penalty = 0.0"),
         (["--stop", ""], "error: --stop ''"),
@@ -160,6 +165,14 @@ def test_generate_samples_with_a_seed_and_stops_before_a_string(capsys):
 def test_sampling_flags_that_do_not_fit(capsys, arguments, words):
     code, _, err = run(capsys, "generate", "--model", "smollm2-135m", "--prompt", "One", *arguments)
     assert code == 2 and err.startswith(words)
+
+
+def test_a_seed_is_a_number_of_64_bits(capsys):
+    for seed in ("-1", "9" * 23):
+        code, _, err = run(
+            capsys, "generate", "--model", "smollm2-135m", "--prompt", "One", "--seed", seed
+        )
+        assert code == 2 and "Invalid value for '--seed'" in err
 
 
 def test_a_negative_number_of_tokens_to_verify_is_refused(capsys):
