@@ -30,6 +30,11 @@ def tokens(count: int) -> int:
     return count // 64 if TINY else count
 
 
+def group(name: str) -> str:
+    """The name of a group of results; a tiny run, or one of fewer layers, is another group."""
+    return f"{name}, tiny" if TINY else name if LAYERS == 32 else f"{name}, {LAYERS} layers"
+
+
 def make() -> Any:
     """The model, in eval mode, with attention by SDPA."""
     from transformers import LlamaConfig, LlamaForCausalLM

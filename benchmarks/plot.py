@@ -25,9 +25,6 @@ def draw(result: dict[str, Any], path: Path) -> None:
     Args:
         result: as run.py writes it.
         path: of the picture; its ending says of what kind.
-
-    Raises:
-        ValueError: the result has no ratios.
     """
     import matplotlib
 
@@ -38,8 +35,6 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
     lines = ratios.from_json(result)
     groups = list(dict.fromkeys(line.group for line in lines))
-    if not groups:
-        raise ValueError("no ratios in it")
     bars = {group: [line for line in lines if line.group == group] for group in groups}
     heights = [0.32 * len(bars[group]) + 0.7 for group in groups]
     figure, axes = plt.subplots(
@@ -50,7 +45,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
         for at, line in enumerate(bars[group]):
             axis.barh(at, line.speed, color=OURS if line.ours else RIVAL)
             ratio = "" if line.ratio is None else f"  {line.ratio:.2f}x"
-            axis.text(line.speed, at, f" {line.speed:,.4g}{ratio}", va="center", fontsize=8)
+            speed = f"{line.speed:,.0f}" if line.speed >= 100 else f"{line.speed:.3g}"
+            axis.text(line.speed, at, f" {speed}{ratio}", va="center", fontsize=8)
             if line.target is not None and line.ratio:
                 axis.plot(line.speed / line.ratio * line.target, at, "|k", markersize=14)
         axis.set_yticks(range(len(bars[group])), [line.name for line in bars[group]], fontsize=8)
@@ -74,11 +70,17 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     path = args.out or args.result.with_suffix(".png")
     try:
-        draw(json.loads(args.result.read_text(encoding="utf-8")), path)
+        result = json.loads(args.result.read_text(encoding="utf-8"))
+        if not isinstance(result, dict) or not result.get("ratios"):
+            raise ValueError("it has no ratios: results of run.py can be drawn")
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: {args.result}: {error}") from None
+    try:
+        draw(result, path)
     except ImportError as error:
         raise SystemExit(f'error: {error}: pip install -c constraints.txt -e ".[bench]"') from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SystemExit(f"error: {args.result}: {error!r}") from None
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: the picture {path}: {error}") from None
     print(path)
 
 

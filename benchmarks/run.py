@@ -2,7 +2,7 @@
 """Run the benchmarks of a device, keep the result, and say whether a ratio dropped.
 
     python benchmarks/run.py cpu
-    python benchmarks/run.py gpu --out here.json
+    python benchmarks/run.py gpu --out here.json       # or latent, migration, prefill, generate
     python benchmarks/run.py cpu --compare benchmarks/results/decode-step-cpu-2026-01-31.json
 
 Arguments after `--` go to pytest, for example `-- -k "own or first"`.
@@ -62,9 +62,10 @@ def run(device: str, extra: list[str]) -> dict[str, Any]:
         print(f"warning: the machine is busy (load average {load:.1f}): the ratios will be noisy")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "pytest", "-q", FILES[device][0]]
+        command = [sys.executable, "-m", "pytest", "-q", "-rs", FILES[device][0]]
         # The tests' own options would spread the benchmarks over workers.
         command += ["-o", "addopts=--import-mode=importlib"]
+        command += ["-W", "ignore::pytest.PytestConfigWarning"]  # of plugins that only tests need
         command += [f"--benchmark-json={out}", "--benchmark-columns=median,iqr,max,rounds", *extra]
         code = subprocess.run(command, cwd=ROOT).returncode
         if code:

@@ -42,6 +42,9 @@ from benchmarks.llama_8b import (
     synchronize,
     tokens,
 )
+from benchmarks.llama_8b import (
+    group as named,
+)
 
 transformers = pytest.importorskip("transformers")
 
@@ -286,7 +289,7 @@ def test_decode(
     way = WAYS[name]
     if way.run in NEED_A_GPU and DEVICE.type != "cuda":
         pytest.skip(f"{name} needs a CUDA GPU")
-    group = benchmark.group = f"{context} tokens, batch {batch}"
+    group = benchmark.group = named(f"{context} tokens, batch {batch}")
     found: dict[str, Any] = {}
 
     def once() -> None:

@@ -39,6 +39,9 @@ from benchmarks.llama_8b import (
     synchronize,
     tokens,
 )
+from benchmarks.llama_8b import (
+    group as named,
+)
 from kvpass.errors import OutOfMemoryError
 
 transformers = pytest.importorskip("transformers")
@@ -138,7 +141,7 @@ def test_prompt(benchmark: Any, request: pytest.FixtureRequest, bench: Bench, na
     count = tokens(TOKENS)
     ids = prompt(1, count)
     bench.use(way.compiled)
-    group = benchmark.group = f"prompt of {TOKENS} tokens"
+    group = benchmark.group = named(f"prompt of {TOKENS} tokens")
     caches: list[Any] = []
 
     def fresh() -> tuple[tuple[Any], dict[str, Any]]:
@@ -207,7 +210,7 @@ def test_longest_prompt(
         if DEVICE.type == "cuda":
             torch.cuda.set_per_process_memory_fraction(1.0)
         free()
-    group = benchmark.group = "longest prompt, in thousands of tokens"
+    group = benchmark.group = named("longest prompt, in thousands of tokens")
     facts = {"prompt and a token": f"{seconds:.1f} s"}
     benchmark.extra_info.update(layers=LAYERS, tokens=longest, **facts)
     line = ratios.Line(

@@ -216,6 +216,8 @@ class TieredCache:
         state = self._state
         if state.batch is not None and state.manager is not None:
             length = min(length, self.shortest)
+            if self.history is not None and length < self.shortest:
+                self.history = self.history.first(length)
             state.manager.crop(state.batch, length)
             self._lengths[:] = [min(length, stored) for stored in self._lengths]
 

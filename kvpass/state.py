@@ -15,6 +15,7 @@ from kvpass.errors import CacheStateError, CapacityError, ShapeError
 from kvpass.runtime.batch import Batch
 from kvpass.runtime.geometry import BlockGeometry
 from kvpass.runtime.manager import Manager
+from kvpass.runtime.manual import check_manual
 from kvpass.runtime.shapes import check_pair, no_layer
 from kvpass.runtime.table import normalize
 from kvpass.sizes import warn_of_small_hot
@@ -99,12 +100,15 @@ class TieredState:
             warn_user(
                 "a TieredCache is used outside a graph rewritten by kvpass: every step copies the "
                 "whole cache together. Compile the model with model.compile(backend="
-                "kvpass.backend) under torch.no_grad(); kvpass.explain says what is rewritten"
+                "kvpass.backend) under torch.no_grad(); kvpass.explain says what is rewritten. If "
+                "it is, and Dynamo has warned of its recompile_limit, raise that: "
+                "torch._dynamo.config.recompile_limit = 64"
             )
         geometry = BlockGeometry(
             k.shape[1], k.shape[3], v.shape[3], k.dtype, self.config.memory.block_size
         )
         manager, batch = self.bind(k.shape[0], k.device, {layer: geometry}, k.shape[2])
+        check_manual(batch, k.shape[2], [layer])
         if batch.lengths[layer] != past:
             raise CacheStateError(
                 f"layer {layer} holds {batch.lengths[layer]} tokens, the graph was given {past}: "

@@ -107,7 +107,8 @@ def test_a_dialogue_goes_on_where_it_ended(models):
     ids, mask = prompt(1, 20)
     more, _ = prompt(1, 9, seed=5)
     first = run(models, ids)
-    got = run(models, torch.cat([torch.tensor([first.tokens[0][-1:]]), more], 1), cache=first.cache)
+    got = run(models, more, cache=first.cache)
+    assert got.cache.get_seq_length() == 20 + 12 + more.shape[1] + 12 - 1
     whole = torch.cat([ids, torch.tensor(first.tokens), more], 1)
     assert got.tokens == expected(models, whole, torch.ones_like(whole))
 
@@ -116,9 +117,8 @@ def test_a_padded_batch_goes_on(models):
     ids, mask = prompt(2, 20, 6)
     more, _ = prompt(2, 5, seed=5)
     first = run(models, ids, mask)
-    last = torch.tensor([row[-1:] for row in first.tokens])
-    mask = torch.cat([mask, torch.ones(2, 11 + 6, dtype=torch.int64)], 1)
-    got = run(models, torch.cat([last, more], 1), mask, cache=first.cache)
+    mask = torch.cat([mask, torch.ones(2, 12 + 5, dtype=torch.int64)], 1)
+    got = run(models, more, mask, cache=first.cache)
     whole = torch.cat([ids, torch.tensor(first.tokens), more], 1)
     shown = torch.cat([mask[:, :20], torch.ones(2, 12 + 5, dtype=torch.int64)], 1)
     assert got.tokens == expected(models, whole, shown)

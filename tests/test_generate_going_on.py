@@ -14,8 +14,14 @@ import transformers
 from torch import nn
 
 import kvpass
-from kvpass.errors import CacheStateError, ShapeError, UnsupportedError
-from kvpass.generation import loop
+from kvpass.errors import (
+    CacheStateError,
+    ConfigError,
+    KVPassWarning,
+    ShapeError,
+    UnsupportedError,
+)
+from kvpass.generation import reader
 from tests.models import compile_with, generate, tiered, tiny
 
 PROMPTS = [[5, 6, 7, 8, 9], [11, 12]]
@@ -52,9 +58,9 @@ def test_padding_is_remembered(models):
     plain, model = models
     want = whole(plain, PROMPTS, 14)
     first = run(model, PROMPTS, tiered(model))
-    second = run(model, last(first), first.cache, 8)
+    second = run(model, None, first.cache, 8)
     assert [a + b for a, b in zip(first.tokens, second.tokens, strict=True)] == want
-    again = run(model, last(first), first.cache, 1)  # and on, behind that
+    again = run(model, None, first.cache, 1)  # and on, behind that
     assert again.cache.get_seq_length() == 5 + 14
 
 
@@ -63,10 +69,10 @@ def test_padding_follows_copies_and_orders(models):
     want = whole(plain, PROMPTS, 14)
     first = run(model, PROMPTS, tiered(model))
     fork = copy.deepcopy(first.cache)
-    second = run(model, last(first), fork, 8)
+    second = run(model, None, fork, 8)
     assert [a + b for a, b in zip(first.tokens, second.tokens, strict=True)] == want
     first.cache.batch_select_indices(torch.tensor([1, 0, 1]))
-    third = run(model, [last(first)[i] for i in (1, 0, 1)], first.cache, 8)
+    third = run(model, None, first.cache, 8)
     tails = [row[6:] for row in want]
     assert third.tokens == [tails[1], tails[0], tails[1]]
 
@@ -77,7 +83,7 @@ def test_a_mask_of_the_user_comes_first(models):
     first = run(model, PROMPTS, tiered(model))
     mask = torch.ones(2, 11, dtype=torch.long)
     mask[1, :3] = 0
-    second = run(model, last(first), first.cache, 8, attention_mask=mask.tolist())
+    second = run(model, None, first.cache, 8, attention_mask=mask.tolist())
     assert [a + b for a, b in zip(first.tokens, second.tokens, strict=True)] == want
 
 
@@ -89,16 +95,76 @@ def test_a_cache_that_was_reset_has_no_padding(models):
     assert got.tokens == whole(plain, [[5, 6], [7, 8]], 6)
 
 
-def test_padding_of_other_caches_has_to_be_said(models):
+def test_padding_of_a_cache_that_others_changed_has_to_be_said(models):
     plain, model = models
     want = whole(plain, PROMPTS, 14)
     first = run(model, PROMPTS, transformers.DynamicCache(config=model.config))
-    with pytest.raises(ShapeError, match=r"before were padded: give attention_mask=, \[B, 10 \+"):
+    first.cache.batch_select_indices(torch.tensor([1, 0]))
+    with pytest.raises(ShapeError, match=r"was changed since: give attention_mask=, \[B, 10 \+"):
         run(model, last(first), first.cache)
     mask = torch.ones(2, 11, dtype=torch.long)
-    mask[1, :3] = 0
-    second = run(model, last(first), first.cache, 8, attention_mask=mask)
-    assert [a + b for a, b in zip(first.tokens, second.tokens, strict=True)] == want
+    mask[0, :3] = 0
+    second = run(model, last(first)[::-1], first.cache, 8, attention_mask=mask)
+    assert second.tokens == [row[6:] for row in want[::-1]]
+
+
+@pytest.mark.parametrize("kind", ["tiered", "dynamic", "static"])
+def test_a_returned_cache_begins_with_its_last_token(models, kind):
+    plain, model = models
+    cache = CACHES[kind](model.config)
+    first = run(model, [[5, 6, 7]], cache, 6)
+    second = run(model, [[20, 21]], cache, 5)
+    said = [5, 6, 7, *first.tokens[0], 20, 21]
+    assert second.tokens == whole(plain, [said], 5)
+    assert int(cache.get_seq_length()) == len(said) + 4
+    both = run(model, [[20, 21, 22], [23]], run(model, PROMPTS, None, 6).cache, 4)
+    assert len(both.tokens) == 2
+
+
+@pytest.mark.parametrize("kind", ["tiered", "dynamic"])
+def test_tokens_of_others_are_not_taken_for_those_of_before(models, kind):
+    """The cache is cut back, fed something else, and is as long as it was."""
+    plain, model = models
+    cache = CACHES[kind](model.config)
+    run(model, [[5, 6, 7]], cache, 6)
+    cache.truncate(3) if kind == "tiered" else cache.crop(-5)
+    with torch.no_grad():
+        model(torch.tensor([[40, 41, 42, 43, 44]]), past_key_values=cache)
+    out = run(model, [[45]], cache, 5, repetition_penalty=1.5)
+    said = [5, 6, 7, 40, 41, 42, 43, 44, 45]
+    again = run(model, [said[-1:]], kvpass_filled(model, said[:-1]), 5, repetition_penalty=1.5)
+    assert out.tokens == again.tokens
+
+
+def kvpass_filled(model, ids):
+    cache = tiered(model)
+    with torch.no_grad():
+        model(torch.tensor([ids]), past_key_values=cache)
+    return cache
+
+
+def test_a_cache_of_ones_own_is_for_what_the_model_takes(models):
+    _, model = models
+    out = run(model, PROMPTS[:1], None, 4)
+    assert out.cache.max_tokens == model.config.max_position_embeddings
+    assert len(run(model, [[1, 2]], out.cache, 30).tokens[0]) == 30
+
+
+def test_options_without_effect_are_named(models):
+    _, model = models
+    for options in ({"top_k": 5}, {"top_p": 0.5}, {"generator": torch.Generator()}):
+        with pytest.warns(KVPassWarning, match="no part without a temperature"):
+            run(model, PROMPTS[:1], tiered(model), 1, **options)
+    for options in (
+        {"stop": 5},
+        {"stop": [""]},
+        {"on_text": 5},
+        {"on_tokens": 5},
+        {"generator": 5},
+    ):
+        with pytest.raises(ConfigError, match=f"{next(iter(options))} = "):
+            run(model, PROMPTS[:1], tiered(model), 1, **options)
+    assert run(model, PROMPTS[:1], tiered(model), 1, stop=None).reasons == ["length"]
 
 
 @pytest.mark.parametrize("kind", ["tiered", "dynamic"])
@@ -107,7 +173,7 @@ def test_a_penalty_counts_what_was_generated_before(models, kind):
     want = whole(plain, PROMPTS[:1], 16, repetition_penalty=1.7)
     cache = tiered(model) if kind == "tiered" else transformers.DynamicCache(config=model.config)
     first = run(model, PROMPTS[:1], cache, repetition_penalty=1.7)
-    second = run(model, last(first), first.cache, 10, repetition_penalty=1.7)
+    second = run(model, None, first.cache, 10, repetition_penalty=1.7)
     assert first.tokens[0] + second.tokens[0] == want[0]
 
 
@@ -159,14 +225,14 @@ def test_a_text_that_ends_early_leaves_what_it_is_made_of(monkeypatch, kind):
         while len(late) > self._ahead:
             self._read(late.pop(0))
 
-    def finish(self, real=loop._Reader.finish):
+    def finish(self, real=reader.Reader.finish):
         while late and not self.done():
             self._read(late.pop(0))
         late.clear()
         real(self)
 
-    monkeypatch.setattr(loop._Reader, "send", send)
-    monkeypatch.setattr(loop._Reader, "finish", finish)
+    monkeypatch.setattr(reader.Reader, "send", send)
+    monkeypatch.setattr(reader.Reader, "finish", finish)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager")
     plain = run(compiled, PROMPTS[:1], transformers.DynamicCache(config=model.config), 12)
@@ -176,7 +242,7 @@ def test_a_text_that_ends_early_leaves_what_it_is_made_of(monkeypatch, kind):
     out = run(compiled, PROMPTS[:1], cache, 12, eos_token_id=end)
     assert out.tokens[0] == plain.tokens[0][: at + 1]
     assert int(cache.get_seq_length()) == 5 + at
-    more = run(compiled, last(out), cache, 12 - at - 1)
+    more = run(compiled, last(out) if kind == "own" else None, cache, 12 - at - 1)
     assert more.tokens[0] == plain.tokens[0][at + 1 :]
 
 

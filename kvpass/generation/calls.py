@@ -31,6 +31,11 @@ class _Compiled:
 
 _ATTRIBUTE = "_kvpass_compiled"
 
+GRAPHS = 64
+"""Of one model, where torch lets each compilation have a limit of its own (2.13)."""
+
+_LIMITS = "recompile_limit" in inspect.signature(torch.compile).parameters
+
 
 def compiled(model: Any) -> Any:
     """The model as it is where somebody compiled it, else through ``kvpass.backend``, once."""
@@ -41,7 +46,9 @@ def compiled(model: Any) -> Any:
         return model
     kept = model.__dict__.get(_ATTRIBUTE)
     if kept is None or kept.call is None:
-        call = torch.compile(model, backend="kvpass", options={"cuda_graphs": True})
+        # Prompts, pieces of them, steps and batches, with padding and without, are a graph each.
+        more = {"recompile_limit": GRAPHS} if _LIMITS else {}
+        call = torch.compile(model, backend="kvpass", options={"cuda_graphs": True}, **more)  # type: ignore[call-overload]
         kept = model.__dict__[_ATTRIBUTE] = _Compiled(call)
     return kept.call
 
@@ -61,18 +68,13 @@ def _check(model: Any, cache: Any) -> None:
     """Refuse what would fail inside the model.
 
     Raises:
-        UnsupportedError: an encoder-decoder model, or a cache of another kind.
+        UnsupportedError: an encoder-decoder model, or a cache of another model.
     """
     name = type(model).__name__
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise UnsupportedError(
             f"{name} is an encoder-decoder model: call its own generate, with the model compiled "
             "by model.compile(backend=kvpass.backend)"
-        )
-    if not callable(getattr(cache, "get_seq_length", None)):
-        raise UnsupportedError(
-            f"cache = {cache!r}: give a kvpass.TieredCache, a cache of transformers, or an object "
-            "with update(k, v, layer) and get_seq_length()"
         )
     theirs = any(base.__module__.startswith("transformers.") for base in type(model).__mro__)
     if theirs and isinstance(cache, TieredCache) and not hasattr(cache, "get_mask_sizes"):

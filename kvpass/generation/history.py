@@ -16,7 +16,7 @@ from kvpass.cache import TieredCache
 from kvpass.errors import ShapeError
 
 _of_others: Any = WeakIdKeyDictionary()
-"""Histories of caches that are not ours, whose sequences may be reordered unseen."""
+"""Histories of caches that are not ours, each with the last keys that were stored then."""
 
 
 @dataclass
@@ -43,34 +43,67 @@ class History:
 
         return History(len(sequences), of(self.ids), of(self.shown))
 
+    def first(self, tokens: int) -> History:
+        """That of the first tokens, which others may follow."""
+
+        def of(table: Tensor | None) -> Tensor | None:
+            return None if table is None else table[:, :tokens]
+
+        return History(self.size, of(self.ids), of(self.shown))
+
 
 def remember(cache: Any, history: History) -> None:
     """Keep what is known of a cache as long as it lives."""
     if isinstance(cache, TieredCache):
         cache.history = history
-    else:
-        with suppress(TypeError):  # no weak references to it
-            _of_others[cache] = history
+        return
+    mark = _last_keys(cache)
+    if mark is not None:
+        _of_others[cache] = history, mark
+
+
+def recall(cache: Any) -> History | None:
+    """What is known of a cache, if it has not been changed by others since."""
+    if isinstance(cache, TieredCache):
+        found: History | None = cache.history
+        return found
+    try:
+        history, mark = _of_others[cache]
+    except (KeyError, TypeError):  # unknown, or nothing that can be known
+        return None
+    now = _last_keys(cache)
+    same = now is not None and now.shape == mark.shape and torch.equal(now, mark)
+    return history if same else None
+
+
+def _last_keys(cache: Any) -> Tensor | None:
+    """Keys ``[B, Hkv, D]`` of the last token in the first layer of a cache of transformers."""
+    with suppress(Exception):  # a cache of any other kind
+        stored = int(cache.get_seq_length())
+        keys = cache.layers[0].keys
+        if stored and keys.dim() == 4:
+            return torch.as_tensor(keys[:, :, min(stored, keys.shape[2]) - 1].clone())
+    return None
+
+
+def waiting(history: History | None, past: int) -> Tensor | None:
+    """The last token ``[B, 1]`` of a returned cache, if only that one is not stored."""
+    if history is None or history.ids is None or history.ids.shape[1] != past + 1:
+        return None
+    return history.ids[:, -1:]
 
 
 def stored(
-    cache: Any, past: int, size: int, *, masked: bool
+    history: History | None, past: int, size: int, *, masked: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Ids ``[B, past]`` of what a cache holds, and where they are no padding, if it is known.
 
     Args:
-        cache: in question.
+        history: of the cache.
         past: tokens that it holds.
         size: sequences of the prompt that goes on.
         masked: whether the caller says what is padding.
-
-    Raises:
-        ShapeError: sequences were padded, nobody says how, and here it is not certain.
     """
-    ours = isinstance(cache, TieredCache)
-    history = None
-    with suppress(TypeError):
-        history = cache.history if ours else _of_others.get(cache)
     if not past or history is None or history.size != size:
         return None, None
     ids = history.ids
@@ -78,12 +111,22 @@ def stored(
     shown = history.shown
     if shown is None or masked:
         return ids, None
-    if not ours:
-        raise ShapeError(
-            f"the prompts before were padded: give attention_mask=, [B, {past} + new tokens], or "
-            "use a kvpass.TieredCache, which remembers"
-        )
     if shown.shape[1] < past:  # what came from elsewhere is no padding
         rest = torch.ones(size, past - shown.shape[1], dtype=torch.bool, device=shown.device)
         shown = torch.cat([shown, rest], 1)
     return ids, shown[:, :past]
+
+
+def refuse_padding_unknown(cache: Any, past: int) -> None:
+    """A cache whose padding was known, and that others have changed since.
+
+    Raises:
+        ShapeError: it is one.
+    """
+    with suppress(KeyError, TypeError):
+        history, _ = _of_others[cache]
+        if past and history.shown is not None and recall(cache) is None:
+            raise ShapeError(
+                "the prompts before were padded, and the cache was changed since: give "
+                f"attention_mask=, [B, {past} + new tokens]"
+            )

@@ -8,8 +8,6 @@ So the end of a text is noticed a step or two late; what was computed behind it 
 
 from __future__ import annotations
 
-import operator
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,29 +16,20 @@ import torch
 from torch import Tensor
 
 from kvpass.cache import TieredCache
-from kvpass.errors import (
-    CacheStateError,
-    CapacityError,
-    ConfigError,
-    ShapeError,
-    UnsupportedError,
-)
-from kvpass.generation import history
+from kvpass.errors import CacheStateError, ConfigError, UnsupportedError
+from kvpass.generation import arguments, history
 from kvpass.generation.calls import Call, vocabulary_of
-from kvpass.generation.prompts import Prompt, read_mask, read_prompt
+from kvpass.generation.prompts import Prompt, read_prompt
+from kvpass.generation.reader import NO_TOKEN, Reader, Reason
 from kvpass.generation.sampling import Sampler, Sampling
 from kvpass.generation.text import TextOf, decoder_of, special_ids
-
-NO_TOKEN = -1
-"""In place of a token that could not be chosen."""
+from kvpass.warn import warn_user
 
 AHEAD = 2
 """Steps that are launched before the host reads a token."""
 
 FIRST_COLUMNS = 1024
 """Of a mask for new tokens, which doubles: nobody may live to need all of ``max_new_tokens``."""
-
-Reason = Literal["eos", "stop", "length"]
 
 
 @dataclass
@@ -53,7 +42,7 @@ class Generation:
         reasons: why it ended: a token of ``eos_token_id``, a string of ``stop``, or
             ``max_new_tokens``.
         cache: keys and values of the prompt and all tokens but the last one, of the longest
-            sequence; pass it on to go on.
+            sequence; pass it on to go on, the next call begins with that token.
     """
 
     tokens: list[list[int]]
@@ -86,15 +75,18 @@ def generate(
     Args:
         model: its ``forward`` takes ``past_key_values`` or ``cache``; compiled with
             ``kvpass.backend`` unless it is compiled.
-        prompt: text, token ids, or several of either (padded on the left here); a tensor or array
-            ``[B, n]``; or what a tokenizer returns, a mapping with ``input_ids``.
+        prompt: what comes next: text, token ids, or several of either (padded on the left here); a
+            tensor or array ``[B, n]``; or what a tokenizer returns, a mapping with ``input_ids``.
+            None: nothing, the texts of a returned cache go on.
         cache: what the prompt continues; None: a new :class:`kvpass.TieredCache`, with the options
-            of the environment.
+            of the environment. Of one that was returned, the last token is not stored yet: it is
+            put in front of the prompt (of a cache that is neither of kvpass nor of transformers,
+            nothing is remembered).
         max_new_tokens: new tokens at most.
         chunk: tokens of the prompt that are processed at once, which bounds the memory of
             activations; None: all.
-        attention_mask: ``[B, stored + n]``, 0 for padding on the left, of a prompt that is a
-            tensor. Of what a :class:`kvpass.TieredCache` holds it is remembered.
+        attention_mask: ``[B, tokens so far + n]``, 0 for padding on the left. Of a returned cache
+            it is remembered.
         temperature, top_k, top_p, repetition_penalty: see
             :class:`kvpass.generation.sampling.Sampling`; greedy by default. A penalty counts what
             this and earlier calls put into the cache.
@@ -115,33 +107,52 @@ def generate(
         UnsupportedError: the model cannot be called, or not with padding, or its logits are NaN.
     """
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
-    _check_count("max_new_tokens", max_new_tokens)
+    arguments.check_count("max_new_tokens", max_new_tokens)
     if chunk is not None:
-        _check_count("chunk", chunk)
-    stops = [stop] if isinstance(stop, str) else list(stop)
-    if not all(isinstance(each, str) and each for each in stops):
-        raise ConfigError(f"stop = {stop!r}: give strings that are not empty")
+        arguments.check_count("chunk", chunk)
+    stops = arguments.stops(stop)
+    for name, call_back in (("on_tokens", on_tokens), ("on_text", on_text)):
+        if call_back is not None and not callable(call_back):
+            raise ConfigError(f"{name} = {call_back!r}: give a function of an index and a piece")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ConfigError(f"generator = {generator!r}: give torch.Generator(device)")
+    if sampling.greedy and (top_k or 1, top_p, generator) != (1, None, None):
+        warn_user(
+            "top_k, top_p and generator have no part without a temperature: kvpass.generate takes "
+            "the likeliest token"
+        )
     if tokenizer is None and (stops or on_text is not None):
         raise ConfigError("stop and on_text need tokenizer=")
     decode = None if tokenizer is None else decoder_of(tokenizer)
-    device = _device_of(model)
-    ends = _ends(model, tokenizer, eos_token_id)
-    ids, shown = read_prompt(prompt, tokenizer, device, vocabulary_of(model))
+    device = arguments.device_of(model)
+    ends = arguments.ends(model, tokenizer, eos_token_id)
+    known = None if cache is None else history.recall(cache)
+    past = 0 if cache is None else _length(cache)
+    waiting = history.waiting(known, past)
+    if prompt is None and waiting is not None:
+        ids, shown = waiting, None
+    else:
+        ids, shown = read_prompt(prompt, tokenizer, device, vocabulary_of(model))
+        if waiting is not None and len(waiting) == len(ids):
+            ids = torch.cat([waiting, ids], 1)
+            shown = None if shown is None else arguments.behind(waiting, shown)
     if cache is None:
-        cache = TieredCache(_config_of(model), ids.shape[1] + max_new_tokens)
+        config = arguments.config_of(model)
+        cache = TieredCache(config, arguments.room(config, ids.shape[1] + max_new_tokens))
     call = Call(model, cache)
-    past = cache.get_seq_length()
-    old, old_shown = history.stored(cache, past, len(ids), masked=attention_mask is not None)
-    shown = _shown(ids, shown, attention_mask, past, old_shown)
-    _check_room(cache, past + ids.shape[1] + max_new_tokens - 1)
+    if attention_mask is None:
+        history.refuse_padding_unknown(cache, past)
+    old, old_shown = history.stored(known, past, len(ids), masked=attention_mask is not None)
+    shown = arguments.shown(ids, shown, attention_mask, past, old_shown)
+    arguments.check_room(cache, past + ids.shape[1] + max_new_tokens - 1)
     whole = ids if old is None else torch.cat([old, ids], 1)
     sampler = Sampler(
         sampling, whole, None if shown is None else shown[:, -whole.shape[1] :], generator
     )
     texts = [TextOf(decode, stops) for _ in ids] if decode is not None else []
     special = special_ids(tokenizer, stops)
-    ahead = AHEAD if not (ends or stops) or _can_be_cut(cache) else 0
-    reader = _Reader(len(ids), ends, special, max_new_tokens, ahead, texts, on_tokens, on_text)
+    ahead = AHEAD if not (ends or stops) or arguments.can_be_cut(cache) else 0
+    reader = Reader(len(ids), ends, special, max_new_tokens, ahead, texts, on_tokens, on_text)
     run = _Run(call, cache, sampler, reader, ends | special)
     with torch.no_grad():
         run.all(ids, shown, past, chunk or ids.shape[1], max_new_tokens)
@@ -149,9 +160,24 @@ def generate(
     kept = past + ids.shape[1] + max(map(len, reader.tokens)) - 1
     if cache.get_seq_length() > kept:
         (cache.truncate if isinstance(cache, TieredCache) else cache.crop)(kept)
-    known = None if past and old is None else torch.cat([whole, *run.tokens], 1)[:, : kept + 1]
-    history.remember(cache, history.History(len(ids), known, shown))
+    spoken = None if past and old is None else torch.cat([whole, *run.tokens], 1)[:, : kept + 1]
+    history.remember(cache, history.History(len(ids), spoken, shown))
     return Generation(reader.tokens, [text.text for text in texts], reader.reasons(), cache)
+
+
+def _length(cache: Any) -> int:
+    """Tokens that a cache holds.
+
+    Raises:
+        UnsupportedError: it is none.
+    """
+    length = getattr(cache, "get_seq_length", None)
+    if not callable(length):
+        raise UnsupportedError(
+            f"cache = {cache!r}: give a kvpass.TieredCache, a cache of transformers, or an object "
+            "with update(k, v, layer) and get_seq_length()"
+        )
+    return int(length())
 
 
 class _Run:
@@ -162,7 +188,7 @@ class _Run:
     """
 
     def __init__(
-        self, call: Call, cache: Any, sampler: Sampler, reader: _Reader, ends: frozenset[int]
+        self, call: Call, cache: Any, sampler: Sampler, reader: Reader, ends: frozenset[int]
     ) -> None:
         self._call = call
         self._cache = cache
@@ -222,202 +248,3 @@ class _Run:
             mask = torch.cat([mask, mask.new_ones(len(mask), more)], 1)
             self._mask = mask
         return mask[:, :columns]
-
-
-class _Reader:
-    """Tokens on their way to the host, and what becomes of them there."""
-
-    def __init__(
-        self,
-        size: int,
-        ends: frozenset[int],
-        stops: frozenset[int],
-        count: int,
-        ahead: int,
-        texts: list[TextOf],
-        on_tokens: Callable[[int, list[int]], None] | None,
-        on_text: Callable[[int, str], None] | None,
-    ) -> None:
-        self.tokens: list[list[int]] = [[] for _ in range(size)]
-        self._ended: list[Reason | None] = [None] * size
-        self._ends = ends
-        self._stops = stops
-        self._count = count
-        self._ahead = ahead
-        self._texts = texts
-        self._on_tokens = on_tokens
-        self._on_text = on_text
-        self._coming: deque[tuple[Tensor, Any]] = deque()
-
-    def send(self, tokens: Tensor) -> None:
-        """Tokens ``[B, 1]`` of a step that is launched; reads those of an earlier one."""
-        if tokens.device.type != "cuda":
-            self._read(tokens)
-            return
-        staging = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        staging.copy_(tokens, non_blocking=True)
-        self._coming.append((staging, torch.cuda.current_stream(tokens.device).record_event()))
-        while len(self._coming) > self._ahead:
-            self._next()
-
-    def done(self) -> bool:
-        """Whether all sequences have ended, as far as is known."""
-        return None not in self._ended
-
-    def finish(self) -> None:
-        """Read what is still coming."""
-        while self._coming and not self.done():
-            self._next()
-        self._coming.clear()
-        for index, text in enumerate(self._texts):
-            if self._ended[index] != "stop":
-                self._tell(index, text.end())
-                if text.stopped:
-                    self._ended[index] = "stop"
-
-    def reasons(self) -> list[Reason]:
-        """Why each sequence ended."""
-        return [reason or "length" for reason in self._ended]
-
-    def _next(self) -> None:
-        staging, event = self._coming.popleft()
-        event.synchronize()
-        self._read(staging)
-
-    def _read(self, tokens: Tensor) -> None:
-        for index, token in enumerate(tokens[:, 0].tolist()):
-            if self._ended[index] is not None:
-                continue
-            if token == NO_TOKEN:
-                raise UnsupportedError(
-                    f"the model's logits for new token {len(self.tokens[index])} of sequence "
-                    f"{index} are NaN or infinite: no token can be chosen; check its weights and "
-                    "dtype"
-                )
-            self.tokens[index].append(token)
-            if self._on_tokens is not None:
-                self._on_tokens(index, [token])
-            if token in self._ends or token in self._stops:
-                self._ended[index] = "stop" if token in self._stops else "eos"
-                continue
-            if self._texts:
-                self._tell(index, self._texts[index].add(token))
-                if self._texts[index].stopped:
-                    self._ended[index] = "stop"
-                    continue
-            if len(self.tokens[index]) == self._count:
-                self._ended[index] = "length"
-
-    def _tell(self, index: int, piece: str) -> None:
-        if self._on_text is not None and piece:
-            self._on_text(index, piece)
-
-
-# ------------------------------------------------------------------ arguments
-
-
-def _check_count(name: str, number: object) -> None:
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ConfigError(f"{name} = {number!r}: give an integer from 1")
-
-
-def _plain(model: Any) -> Any:
-    return getattr(model, "_orig_mod", model)
-
-
-def _device_of(model: Any) -> torch.device:
-    parameters = getattr(_plain(model), "parameters", None)
-    first = next(parameters(), None) if callable(parameters) else None
-    return torch.device("cpu") if first is None else first.device
-
-
-def _config_of(model: Any) -> Any:
-    config = getattr(_plain(model), "config", None)
-    if config is None:
-        raise ConfigError(
-            f"{type(_plain(model)).__name__} has no config: pass a cache, "
-            "kvpass.TieredCache(config, max_tokens=...)"
-        )
-    return config
-
-
-def _ends(model: Any, tokenizer: Any, given: Any) -> frozenset[int]:
-    """Tokens that end a text.
-
-    Raises:
-        ConfigError: not token ids.
-    """
-    if isinstance(given, str) and given == "auto":
-        settings = getattr(_plain(model), "generation_config", None)
-        given = getattr(settings, "eos_token_id", None)
-        if given is None:
-            given = getattr(tokenizer, "eos_token_id", None)
-    try:
-        ids = [] if given is None else _several(given)
-        if any(isinstance(each, bool) for each in ids):
-            raise TypeError
-        found = frozenset(map(operator.index, ids))
-    except TypeError:
-        raise ConfigError(f"eos_token_id = {given!r}: give token ids") from None
-    if found and not 0 <= min(found) <= max(found) < 2**63:
-        raise ConfigError(f"eos_token_id = {given!r}: give token ids")
-    return found
-
-
-def _several(given: Any) -> list[Any]:
-    try:
-        operator.index(given)  # an array of several has one too, and raises
-    except TypeError:
-        return list(given)
-    return [given]
-
-
-def _shown(
-    ids: Tensor, shown: Tensor | None, mask: Any, past: int, before: Tensor | None
-) -> Tensor | None:
-    """Where there are tokens, bool ``[B, stored + n]``, and no padding; None: there is none.
-
-    Raises:
-        ShapeError: the mask does not belong to the prompt, or hides what it may not.
-    """
-    if mask is None:
-        if shown is None and before is None:
-            return None
-        if before is None:
-            before = torch.ones(len(ids), past, dtype=torch.bool, device=ids.device)
-        found = torch.cat([before, torch.ones_like(ids, dtype=torch.bool)], 1)
-        if shown is not None:
-            found[:, past:] = shown
-    else:
-        found = read_mask(mask, ids.device)
-    want = (ids.shape[0], past + ids.shape[1])
-    if tuple(found.shape) != want:
-        raise ShapeError(
-            f"attention_mask {tuple(found.shape)}: give {want}, for the {past} tokens stored and "
-            f"the {ids.shape[1]} of the prompt"
-        )
-    if not bool(found[:, -1].all()):
-        raise ShapeError("attention_mask hides the last token of a prompt: pad on the left")
-    return None if bool(found.all()) else found
-
-
-def _can_be_cut(cache: Any) -> bool:
-    """Whether tokens behind the end of a text can be taken off a cache again."""
-    if isinstance(cache, TieredCache):
-        return True
-    layers = getattr(cache, "layers", ())
-    sliding = getattr(cache, "is_sliding", ())
-    return (
-        callable(getattr(cache, "crop", None))
-        and all(hasattr(layer, "crop") for layer in layers)
-        and not any(sliding if isinstance(sliding, Sequence) else (sliding,))
-    )
-
-
-def _check_room(cache: Any, tokens: int) -> None:
-    most = getattr(cache, "max_tokens", None)
-    if most is not None and tokens > most:
-        raise CapacityError(
-            f"prompt and new tokens are {tokens}, the cache is for max_tokens={most}: make it "
-            "larger, or lower max_new_tokens"
-        )

@@ -109,6 +109,21 @@ class ManualStep:
             The rows, int32 ``[MAX_LAYERS, B]``.
 
         Raises:
+            CacheStateError: see :meth:`check`.
+        """
+        self.check(tokens, layers)
+        try:
+            yield self._batch.rows
+        except BaseException:
+            self._failed = True
+            raise
+        if not is_capturing(self._batch.device):  # what is captured has not run
+            self._appended.update(layers)
+
+    def check(self, tokens: int, layers: Sequence[int]) -> None:
+        """Whether a step may join.
+
+        Raises:
             CacheStateError: another thread's, or of other tokens or layers than were reserved.
         """
         if self._batch.active != threading.get_ident():
@@ -131,10 +146,14 @@ class ManualStep:
             raise CacheStateError(
                 f"layer {min(twice)} got its tokens of this step already: begin another step"
             )
-        try:
-            yield self._batch.rows
-        except BaseException:
-            self._failed = True
-            raise
-        if not is_capturing(self._batch.device):  # what is captured has not run
-            self._appended.update(layers)
+
+
+def check_manual(batch: Batch, tokens: int, layers: Sequence[int]) -> None:
+    """Whether a step fits the one of its batch that was begun by hand, if there is one.
+
+    Raises:
+        CacheStateError: see :meth:`ManualStep.check`.
+    """
+    manual = None if batch.manual is None else batch.manual()
+    if manual is not None:
+        manual.check(tokens, layers)

@@ -19,6 +19,7 @@ from kvpass.runtime.capture import is_capturing
 from kvpass.runtime.content import Lease
 from kvpass.runtime.handle import KVHandle
 from kvpass.runtime.manager import Manager
+from kvpass.runtime.manual import check_manual
 from kvpass.step.buffers import BufferGroup, with_memory
 from kvpass.step.functional import FunctionalGroup, check_mask, geometry_of
 from kvpass.step.sizes import CallSizes, NotCounted, has_grown, known_number
@@ -164,6 +165,7 @@ class RewrittenGraph:
             layer: geometry_of(shape, group.block_size) for layer, shape in group.layers.items()
         }
         manager, batch = state.bind(sizes.of(shape.batch), shape.device, geometries, tokens)
+        check_manual(batch, tokens, sorted(group.layers))
         for layer, assumed in group.layers.items():
             stored = batch.lengths[layer]
             if sizes.of(assumed.past) != stored:
