@@ -84,6 +84,7 @@ class Block:
 
     @hot.setter
     def hot(self, slot: Slot | None) -> None:
+        self._changed()
         self._hot = slot
         self.columns.has_hot[self.id] = slot is not None
 
@@ -94,6 +95,7 @@ class Block:
 
     @cold.setter
     def cold(self, slot: Slot | None) -> None:
+        self._changed()
         self._cold = slot
         self.columns.has_cold[self.id] = slot is not None
 
@@ -104,8 +106,15 @@ class Block:
 
     @move.setter
     def move(self, move: Any) -> None:
+        self._changed()
         self._move = move
         self.columns.moving[self.id] = move is not None
+
+    def _changed(self) -> None:
+        """Whoever would append to it has to look at it first."""
+        if not self.full:
+            for batch, *_ in self.owners:
+                batch.ready = None
 
     def retire(self) -> None:
         """Give its row back; the block has no copy and no owner any more."""
@@ -174,6 +183,8 @@ class Batch:
         cold: ``[L][B]`` indices of blocks without a hot copy as the step began; None: there are
             none, or nobody asks.
         spans: of layers that were attended by many queries, their window and chunk; 0 = all.
+        ready: layers, and the tokens up to which each has blocks of its own that may be written as
+            they are; None: not known.
         first_read: of each layer, the first block that its last decode step read.
     """
 
@@ -213,6 +224,7 @@ class Batch:
         self.ahead: ReadAhead | None = None
         self.cold: list[list[list[int]]] | None = None
         self.first_read = [0] * layers
+        self.ready: tuple[tuple[int, ...], int] | None = None
         self.spans: dict[int, tuple[int, int]] = {}
         self.released = False
         self._device_lengths: list[int | None] = [None] * layers
@@ -230,6 +242,7 @@ class Batch:
                 rows[:layers] = torch.tensor(self._row_list, dtype=torch.int32).view(layers, size)
                 self.rows = rows.to(self.device)
                 self._row_index = self.rows[:layers].to(torch.int64)
+                self._all_rows = self._row_index.flatten()
             self.reserve_words(tokens)
         except BaseException:
             self.release_rows()
@@ -332,7 +345,7 @@ class Batch:
         self.dirty = False
         if len(set(self.lengths)) == 1:
             if any(n != self.lengths[0] for n in self._device_lengths):
-                self.tables.length.index_fill_(0, self._row_index.flatten(), self.lengths[0])
+                self.tables.length.index_fill_(0, self._all_rows, self.lengths[0])
         else:
             for layer, length in enumerate(self.lengths):
                 if self._device_lengths[layer] != length:
@@ -419,6 +432,7 @@ class Batch:
     def exchange(self, layer: int, sequence: int, position: int, block: Block) -> None:
         """Put a block in the place of another one."""
         row = self.blocks[layer][sequence]
+        self.ready = None
         row[position].owners.remove((self, layer, sequence, position))
         row[position] = block
         self._own(block, layer, sequence, position)
@@ -427,6 +441,7 @@ class Batch:
         """Take the last block off a row; returns it."""
         row = self.blocks[layer][sequence]
         block = row.pop()
+        self.ready = None
         block.owners.remove((self, layer, sequence, len(row)))
         self.words[layer, sequence, len(row)] = 0
         self.ids[layer, sequence, len(row)] = NO_BLOCK
@@ -434,6 +449,9 @@ class Batch:
         return block
 
     def _own(self, block: Block, layer: int, sequence: int, position: int) -> None:
+        for batch, *_ in block.owners:  # what was one batch's own is shared from here on
+            batch.ready = None
+        self.ready = None
         block.owners.append((self, layer, sequence, position))
         block.columns.retention[block.id] = self._retention[layer]
         self.ids[layer, sequence, position] = block.id

@@ -330,6 +330,7 @@ class Manager(OfThisProcess):
             stored = min((n for n in batch.lengths if n), default=0)
             if not 0 <= length <= stored:
                 raise CapacityError(f"crop to {length} tokens: the cache holds {stored}")
+            batch.ready = None
             for layer in range(batch.layers):
                 left = min(length, batch.lengths[layer])
                 # First, so that no error leaves a layer longer than its blocks.

@@ -46,6 +46,28 @@ class Reserver:
         """Blocks for ``tokens`` more tokens, and tables that name them; all or nothing."""
         if batch.guard is not None:
             batch.guard.check()
+        made: list[tuple[int, int]] = []
+        try:
+            if not self._is_ready(batch, tokens, layers):
+                self._make_ready(batch, tokens, layers, made)
+            batch.upload()
+            if batch.guard is not None:
+                batch.guard.arm(tokens, layers)
+        except BaseException:
+            for layer, sequence in reversed(made):
+                self.drop(batch, layer, sequence, len(batch.blocks[layer][sequence]) - 1)
+            raise
+
+    @staticmethod
+    def _is_ready(batch: Batch, tokens: int, layers: Sequence[int]) -> bool:
+        """Whether the last blocks take the tokens as they are, as they do at most decode steps."""
+        if batch.ready is None or batch.dirty or batch.ready[0] != tuple(layers):
+            return False
+        return max(batch.lengths) + tokens <= batch.ready[1]
+
+    def _make_ready(
+        self, batch: Batch, tokens: int, layers: Sequence[int], made: list[tuple[int, int]]
+    ) -> None:
         batch.reserve_words(max((batch.lengths[layer] + tokens for layer in layers), default=0))
         if tokens:
             self._unshare(batch, layers)
@@ -58,20 +80,15 @@ class Reserver:
                     (layer, sequence, i, i == count - 1 and total % batch.block_size > 0)
                     for i in range(len(row), count)
                 )
-        made: list[tuple[int, int]] = []
-        try:
-            if wanted:
-                self._reserve_blocks(batch, wanted, made)
-                self.mover.relieve()
-            if batch.dirty:
-                batch.cold_bytes = self.mover.columns.cold_bytes(batch.ids)
-            batch.upload()
-            if batch.guard is not None:
-                batch.guard.arm(tokens, layers)
-        except BaseException:
-            for layer, sequence in reversed(made):
-                self.drop(batch, layer, sequence, len(batch.blocks[layer][sequence]) - 1)
-            raise
+        if wanted:
+            self._reserve_blocks(batch, wanted, made)
+            self.mover.relieve()
+        if batch.dirty:
+            batch.cold_bytes = self.mover.columns.cold_bytes(batch.ids)
+        longest = {batch.lengths[layer] for layer in layers}
+        if tokens and len(longest) == 1:
+            blocks = -(-(longest.pop() + tokens) // batch.block_size)
+            batch.ready = tuple(layers), blocks * batch.block_size
 
     def _reserve_blocks(
         self, batch: Batch, wanted: list[tuple[int, int, int, bool]], made: list[tuple[int, int]]
