@@ -493,3 +493,56 @@ def test_decisions_wait_while_there_are_too_many_blocks_for_the_steps_since_the_
     waited = driver.manager.counters.steps - before
     blocks = len(driver.batch.blocks[0][0])
     assert abs(waited - policy.price(blocks)) <= 4, "a window is 4 steps"
+
+
+def test_a_step_reserves_nothing_where_the_last_blocks_take_its_tokens(monkeypatch):
+    driver = Driver(layers=3, size=2)
+    looked: list[int] = []
+    real = driver.manager._reserver._make_ready
+
+    def note(batch, tokens, layers, made):
+        looked.append(batch.lengths[0])
+        real(batch, tokens, layers, made)
+
+    monkeypatch.setattr(driver.manager._reserver, "_make_ready", note)
+    driver.append(5)
+    for _ in range(BLOCK + 3):
+        driver.append(1)
+    # the first step, and the one that needs new blocks
+    assert looked == [0, BLOCK]
+    driver.check()
+
+
+@pytest.mark.parametrize("how", ["crop", "fork", "move", "layers"])
+def test_what_changes_the_last_blocks_is_looked_at(how):
+    driver = Driver(layers=2, hot="1MiB")
+    manager, batch = driver.manager, driver.batch
+    driver.append(BLOCK - 2)
+    driver.append(1)
+    assert batch.ready == ((0, 1), BLOCK)
+    if how == "crop":
+        driver.append(1)
+        manager.settle()  # the block that is full now has a copy in the cold tier
+        assert batch.blocks[0][0][0].cold is not None
+        manager.crop(batch, BLOCK - 1)
+        driver.dense = [(k[:, :, : BLOCK - 1], v[:, :, : BLOCK - 1]) for k, v in driver.dense]
+        assert batch.ready is None
+        driver.append(1)
+        assert batch.blocks[0][0][0].cold is None, "a stale copy is left"
+    elif how == "fork":
+        fork = manager.fork(batch, [0])
+        assert batch.ready is None
+        driver.append(1)
+        assert batch.blocks[0][0][0] is not fork.blocks[0][0][0]
+        manager.release(fork)
+    elif how == "move":
+        block = batch.blocks[0][0][0]
+        block.move = None
+        assert batch.ready is None
+    else:
+        with manager.step(batch, 1, [0]):
+            pass
+        assert batch.ready == ((0,), BLOCK)
+        manager.crop(batch, BLOCK - 1)
+    driver.append(1)
+    driver.check()
