@@ -121,7 +121,7 @@ def backend(
     observe(completed(report, plan.gone, before, after, _growth(graph, plan)))
     inner, repeats = _compile_step(gm, graph, plan, config, graphs)
     plain = _module(gm, _copy(gm.graph)).forward if _may_need_it(plan) else inner
-    return RewrittenGraph(plan, inner, config, manager_for, plain, repeats)
+    return RewrittenGraph(plan, inner, config, manager_for, plain, repeats=repeats)
 
 
 def _compile_step(

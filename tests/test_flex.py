@@ -83,14 +83,14 @@ class Counted:
         self.runs = self.plain = 0
         make, call = RewrittenGraph.__init__, RewrittenGraph.__call__
 
-        def init(graph: Any, *args: Any) -> None:
+        def init(graph: Any, *args: Any, **kwargs: Any) -> None:
             *rest, plain = args
 
             def counted(*inputs: Any) -> Any:
                 self.plain += 1
                 return plain(*inputs)
 
-            make(graph, *rest, counted)
+            make(graph, *rest, counted, **kwargs)
 
         def run(graph: Any, *inputs: Any) -> Any:
             self.runs += 1

@@ -48,6 +48,7 @@ class RewrittenGraph:
         config: Config,
         manager_for: Callable[[Config, torch.device], Manager],
         plain: Callable[..., Any],
+        *,
         repeats: Callable[[], str] = str,
     ) -> None:
         self.plan = plan
