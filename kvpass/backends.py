@@ -151,7 +151,11 @@ def _compile_step(
 def _repeated(graph: fx.Graph, plan: Plan) -> str:
     """What a replay of a rewritten graph would repeat although it differs from step to step."""
     try:
-        return cut(_copy(graph), plan.batch_symbols, plan.shapes[0].device).repeated()
+        # The number of new tokens is one that the capture fixes.
+        fixed = set(plan.batch_symbols).union(
+            *(getattr(shape.tokens, "free_symbols", ()) for shape in plan.shapes)
+        )
+        return cut(_copy(graph), fixed, plan.shapes[0].device).repeated()
     except GrowsWithLength as reason:
         return str(reason)
 

@@ -54,9 +54,6 @@ class TieredCache:
         **options: any other key of :class:`kvpass.Config`, e.g. ``resident_tokens=256`` or
             ``qos=0.9``.
 
-    Attributes:
-        history: what :func:`kvpass.generate` knows of the tokens in it, or None.
-
     Raises:
         ConfigError: an option is unknown or out of range, ``max_tokens`` is not a positive integer,
             ``hot`` is more than any device here has, ``cold`` more than the host has left, or an
@@ -114,7 +111,6 @@ class TieredCache:
         retention(self.kvpass_config, family, layers)  # a bad one is refused here
         self.max_tokens = max_tokens
         self._lengths = [0] * layers
-        self.history: Any = None
         self._state = TieredState(self.kvpass_config, layers, max_tokens, family, manager)
         self._handle = directory.enroll(self._state)
 
@@ -203,7 +199,7 @@ class TieredCache:
         """Forget all sequences."""
         self._state.replace(None)
         self._set_lengths(0)
-        self.history = None
+        self._state.history = None
 
     def truncate(self, length: int) -> None:
         """Keep the first ``length`` tokens of every sequence; more than stored keeps all.
@@ -216,8 +212,8 @@ class TieredCache:
         state = self._state
         if state.batch is not None and state.manager is not None:
             length = min(length, self.shortest)
-            if self.history is not None and length < self.shortest:
-                self.history = self.history.first(length)
+            if state.history is not None and length < self.shortest:
+                state.history = state.history.first(length)
             state.manager.crop(state.batch, length)
             self._lengths[:] = [min(length, stored) for stored in self._lengths]
 
@@ -246,8 +242,8 @@ class TieredCache:
         state = self._state
         if state.batch is not None and state.manager is not None:
             state.replace(state.manager.fork(state.batch, sequences))
-            if self.history is not None:
-                self.history = self.history.select(sequences)
+            if state.history is not None:
+                state.history = state.history.select(sequences)
 
     def begin_step(self, tokens: int = 1) -> ManualStep:
         """Reserve room for ``tokens`` more tokens a sequence, for a CUDA graph captured by hand.
@@ -307,6 +303,15 @@ class TieredCache:
         return manager.snapshot() if manager is not None else None
 
     @property
+    def history(self) -> Any:
+        """What :func:`kvpass.generate` knows of the tokens in it, or None."""
+        return self._state.history
+
+    @history.setter
+    def history(self, history: Any) -> None:
+        self._state.history = history
+
+    @property
     def manager(self) -> Manager | None:
         """The manager of this cache; None before the first use."""
         return self._state.manager
@@ -335,6 +340,7 @@ class TieredCache:
         copy._state = TieredState(
             self.kvpass_config, len(self._lengths), self.max_tokens, state.family, state.manager
         )
+        copy._state.history = state.history
         copy._handle = directory.enroll(copy._state)
         if state.batch is not None and state.manager is not None:
             copy._state.replace(state.manager.fork(state.batch, range(state.batch.size)))

@@ -68,6 +68,12 @@ def gather(batch: Batch, layer: int, length: int) -> tuple[Tensor, Tensor]:
     geometry = batch.geometry(layer)
     count = geometry.blocks_for(length)
     heads = geometry.kv_heads
+    if batch.device.type == "cuda":
+        if batch.long is not None:
+            batch.long.join()
+        if any(block.hot is None for row in batch.blocks[layer] for block in row[:count]):
+            # The host reads those, and streams that were told to wait do not hold it.
+            torch.cuda.current_stream(batch.device).synchronize()
 
     def dense(name: str, width: int) -> Tensor:
         out = torch.empty(

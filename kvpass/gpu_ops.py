@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvpass.runtime import directory
 from kvpass.runtime.batch import Batch
+from kvpass.runtime.capture import is_capturing
 from kvpass.runtime.prompt import LongStep
 from kvpass.runtime.table import tables_for
 
@@ -71,20 +72,21 @@ def attend(
     import triton_ops
 
     tables = tables_for(q.device)
+    batch = directory.batch_at(rows)
     out: Any
     if q.shape[2] == 1:
-        out = triton_ops.attend_decode(
-            q,
-            rows[layer],
-            tables.base,
-            tables.length,
-            new_tokens=new_tokens,
-            row_heat=tables.heat,
-            max_blocks=tables.max_blocks,
-            **options,
-        )
+        with joined(batch, before=True):  # one query may see many new keys, as of cross attention
+            out = triton_ops.attend_decode(
+                q,
+                rows[layer],
+                tables.base,
+                tables.length,
+                new_tokens=new_tokens,
+                row_heat=tables.heat,
+                max_blocks=tables.max_blocks,
+                **options,
+            )
         return out
-    batch = directory.batch_at(rows)
     with joined(batch, before=k_new is None):
         return _attend_many(batch, q, k_new, v_new, rows, layer, causal, options)
 
@@ -156,6 +158,8 @@ def _is_first_chunk(
     return (
         causal
         and k_new is not None
+        and not is_capturing(batch.device)  # replays come when something is stored
+        and options["head_dim_v"] == q.shape[3]  # else grouped queries leave it no fast kernel
         and k_new.dtype == q.dtype
         and q.dtype in (torch.float16, torch.bfloat16)
         and batch.lengths[layer] == 0

@@ -40,6 +40,7 @@ class TieredState:
         self.manager = manager
         self.batch: Batch | None = None
         self.observer: Callable[[Batch, int], None] | None = None
+        self.history: Any = None
         self._finalizer: Any = None
         self._lock = threading.Lock()
         self._warned = False

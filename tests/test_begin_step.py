@@ -18,6 +18,7 @@ import torch
 import kvpass
 import triton_ops
 from kvpass.errors import CacheStateError, CapacityError, OutOfMemoryError, UnsupportedError
+from kvpass.runtime import manager as manager_module
 from kvpass.runtime.geometry import BlockGeometry
 from kvpass.runtime.guard import StepGuard
 from kvpass.runtime.manager import Manager
@@ -281,8 +282,28 @@ def test_a_capture_by_hand_must_not_repeat_a_length(model, started, monkeypatch)
     with cache.begin_step(1):
         model(ids[:, 20:21], past_key_values=cache, position_ids=at)
     assert cache.get_seq_length() == 21
-    dynamic = model(ids[:, :2], use_cache=False)
-    assert dynamic.logits.isfinite().all()
+    with cache.begin_step(3):
+        at = torch.tensor([[21, 22, 23]])
+        model(ids[:, 21:24], past_key_values=cache, position_ids=at)
+    assert cache.get_seq_length() == 24
+
+
+def test_a_length_that_is_a_constant_of_the_graph_is_not_captured(monkeypatch):
+    from kvpass.step import graph
+
+    ids, _ = prompt(1, 30)
+    model = tiny("llama")
+    compile_with(model)
+    cache = tiered(model)
+    model(ids[:, :3], past_key_values=cache)
+    cache.truncate(0)
+    monkeypatch.setattr(graph, "is_capturing", lambda device: True)
+    at = torch.tensor([[0]])
+    with (
+        pytest.raises(UnsupportedError, match="compiled for one length of the sequence alone"),
+        cache.begin_step(1),
+    ):
+        model(ids[:, :1], past_key_values=cache, position_ids=at)
 
 
 def test_a_cache_that_the_graph_returns_cannot_be_captured_by_hand(monkeypatch):
@@ -376,16 +397,30 @@ def test_rows_of_a_released_batch_are_nobodys(guarded):
     rows, ids = batch.rows, batch.rows_of([0])
     with manager.step(batch, 1, [0]):
         pass
-    manager.release(batch)
-    assert rows.eq(-1).all()
     tickets = tables_for(batch.device).tickets
-    assert tickets.due[ids].tolist() == [UNCHECKED] * 2
-    assert tickets.fault[ids].tolist() == [0, 0]
-    append(batch)  # a graph that was captured with it
-    assert tickets.due[ids].tolist() == [UNCHECKED] * 2
-    other = manager.new_batch(2, 1, 100)
-    assert other.guard is None
-    manager.release(other)
+    manager.release(batch)
+    assert tickets.due[ids].tolist() == [0, 0], "a replay finds no ticket"
+    others = [manager.new_batch(2, 1, 100)]
+    assert rows.eq(-1).all(), "nobody has its rows before"
+    while not set(ids) & set(others[-1].rows_of([0])):
+        others.append(manager.new_batch(1, 1, 100))
+    assert tickets.due[ids[0]] == UNCHECKED and tickets.fault[ids].tolist() == [0, 0]
+    new = torch.randn(2, 2, 1, 16)
+    tables = tables_for(batch.device)
+    triton_ops.append(new, new, rows[0], tables.base, tables.length, 32, tickets)
+    assert tickets.due[ids[0]] == UNCHECKED
+    for other in others:
+        assert other.guard is None
+        manager.release(other)
+
+
+def test_rows_of_a_manager_that_is_gone_are_handed_on_the_same_way(guarded):
+    manager, batch = guarded
+    rows = batch.rows[0]
+    manager_module._close([batch])
+    assert not rows.eq(-1).any(), "a finalizer does nothing on the device"
+    manager.release(manager.new_batch(1, 1, 100))
+    assert rows.eq(-1).all()
 
 
 def test_a_fork_is_not_checked_until_it_is_asked_for(guarded):

@@ -136,6 +136,48 @@ def test_tokens_of_others_are_not_taken_for_those_of_before(models, kind):
     assert out.tokens == again.tokens
 
 
+@pytest.mark.parametrize("kind", ["tiered", "dynamic"])
+def test_a_prompt_from_elsewhere_goes_on_too(models, kind):
+    plain, model = models
+    cache = CACHES[kind](model.config)
+    with torch.no_grad():
+        model(torch.tensor([[5, 6, 7, 8]]), past_key_values=cache)
+    first = run(model, [[9]], cache, 4)
+    second = run(model, [[20, 21]], cache, 5)
+    third = run(model, None, cache, 3)
+    said = [5, 6, 7, 8, 9, *first.tokens[0], 20, 21]
+    want = whole(plain, [said], 8)[0]
+    assert second.tokens[0] + third.tokens[0] == want
+    assert cache.get_seq_length() == len(said) + 7
+
+
+def test_another_name_for_a_cache_knows_the_same(models):
+    _, model = models
+    first = run(model, PROMPTS, tiered(model))
+    other = copy.copy(first.cache)
+    second = run(model, None, other, 4)
+    third = run(model, None, first.cache, 4)
+    whole_ = run(model, PROMPTS, tiered(model), 14)
+    assert [
+        a + b + c for a, b, c in zip(first.tokens, second.tokens, third.tokens, strict=True)
+    ] == (whole_.tokens)
+
+
+def test_padding_is_known_behind_an_interrupt(models):
+    plain, model = models
+    cache = tiered(model)
+
+    def stop(index, tokens):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(model, PROMPTS, cache, on_tokens=stop)
+    assert cache.get_seq_length() == 5
+    want = whole(plain, PROMPTS, 6)
+    again = run(model, [[row[0]] for row in want], cache, 5)
+    assert again.tokens == [row[1:] for row in want]
+
+
 def kvpass_filled(model, ids):
     cache = tiered(model)
     with torch.no_grad():

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 import triton_ops
-from kvpass import gpu_ops
+from kvpass import gpu_ops, ops
 from kvpass.runtime import directory, prompt
 from tests.long_steps import chunk, worst
 from tests.runtime.harness import BLOCK, Driver
+from tests.test_ops import plain_attention
 
 SMALL = {"hot": "16KiB", "resident_tokens": 0}
 """Four blocks of 4 KiB: nearly all of what follows is cold."""
@@ -229,6 +230,38 @@ def test_what_was_appended_has_left_when_its_memory_may_be_used_again(monkeypatc
     )
     assert worst(chunk(driver, 50)) < 1e-5
     assert order == ["append", "attend", "join"] * 2 + ["join"]
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_few_queries_wait_for_many_new_keys(monkeypatch, queries):
+    """As the first step of a decoder over its encoder's keys."""
+    driver = Driver(layers=1, **SMALL)
+    order: list[str] = []
+    real_join = prompt.LongStep.join
+    monkeypatch.setattr(
+        prompt.LongStep, "join", lambda self: order.append("join") or real_join(self)
+    )
+    for name in ("attend_decode", "attend_extend"):
+        real = getattr(triton_ops, name)
+        monkeypatch.setattr(
+            triton_ops, name, lambda *a, real=real, **k: order.append("attend") or real(*a, **k)
+        )
+    with driver.manager.step(driver.batch, 300, driver.layers) as rows:
+        k, v = driver.random(300, 2, 16), driver.random(300, 2, 16)
+        q = driver.random(queries, 4, 16)
+        token = ops._append_cuda(k, v, rows, 0, BLOCK)
+        out = ops._attend_cuda(q, k, v, token, rows, 0, BLOCK, 0.3, False, None, None)
+        wanted = plain_attention(q, k, v, causal=False)
+        assert (out.double() - wanted).abs().max() < 1e-5
+        assert order == ["join", "attend", "join"] if queries == 1 else ["attend", "join"]
+
+
+def test_a_capture_of_a_first_chunk_is_not_left_to_flash_attention(monkeypatch):
+    """Replays come when something is stored."""
+    driver = Driver(layers=1, dtype=torch.float16)
+    monkeypatch.setattr(gpu_ops, "is_capturing", lambda device: True)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: pytest.fail("SDPA"))
+    assert worst(chunk(driver, 40)) < 4e-3
 
 
 def test_stored_tokens_are_attended_behind_what_this_step_appended(monkeypatch):

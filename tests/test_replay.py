@@ -309,6 +309,27 @@ def test_small_inputs_are_read_each_time_however_they_were_changed(hand, how):
     assert step.replays == 8 - WARM_UP
 
 
+INPUTS = {
+    "a column": lambda i: torch.full((2, 110), float(i))[:, 3:4],
+    "expanded": lambda i: torch.full((1, 3), float(i)).expand(2, 3),
+    "a number": lambda i: torch.tensor(float(i)),
+    "overlapping": lambda i: torch.full((4,), float(i)).as_strided((3, 2), (1, 1)),
+    "transposed": lambda i: torch.full((3, 2), float(i)).mT,
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_inputs_keep_their_strides(hand, name):
+    """Compiled code asserts them."""
+    seen = set()
+    step = replayer(hand, lambda x, w: (seen.add((x.shape, x.stride())) or x + w,))
+    w = torch.zeros(())
+    for i in range(8):
+        x = INPUTS[name](i)
+        assert step(x, w)[0].eq(i).all()
+    assert step.replays == 8 - WARM_UP and seen == {(x.shape, x.stride())}
+
+
 @pytest.mark.parametrize("part", [slice(0, 2), slice(1, 3)])
 def test_a_view_of_an_input_is_not_captured(hand, part):
     hand.fakes = False

@@ -87,7 +87,8 @@ def _append_kernel(
             o_v = PAGE * DK + o_slot * DV
             tl.store(p_page[:, None] + o_v[:, None] + o_d[None, :], b_v, mask=m_d)
         if CHECKED:
-            # the last program takes the ticket: all others have seen it by then
+            # the last program takes the ticket: all others, with all their warps, have seen it
+            tl.debug_barrier()
             m_due = b_due != -1
             b_before = tl.atomic_add(arrived + i_row, 1, mask=m_due)
             m_last = m_due & (b_before == HKV * tl.num_programs(1) - 1)

@@ -25,13 +25,16 @@ class History:
 
     Attributes:
         size: sequences, B.
-        ids: int64 ``[B, m]`` from the first token on, the last of which need not be stored; None:
-            not all are known.
+        length: tokens of each so far, padding among them.
+        last: int64 ``[B, 1]``, the last of them, where that is not stored yet; None: all are.
+        ids: int64 ``[B, length]``; None: not all are known.
         shown: bool ``[B, m]``, False for padding, which is among the first m tokens; None: there is
             none.
     """
 
     size: int
+    length: int
+    last: Tensor | None
     ids: Tensor | None
     shown: Tensor | None
 
@@ -41,7 +44,7 @@ class History:
         def of(table: Tensor | None) -> Tensor | None:
             return None if table is None else table[torch.tensor(sequences, device=table.device)]
 
-        return History(len(sequences), of(self.ids), of(self.shown))
+        return History(len(sequences), self.length, of(self.last), of(self.ids), of(self.shown))
 
     def first(self, tokens: int) -> History:
         """That of the first tokens, which others may follow."""
@@ -49,7 +52,7 @@ class History:
         def of(table: Tensor | None) -> Tensor | None:
             return None if table is None else table[:, :tokens]
 
-        return History(self.size, of(self.ids), of(self.shown))
+        return History(self.size, tokens, None, of(self.ids), of(self.shown))
 
 
 def remember(cache: Any, history: History) -> None:
@@ -77,10 +80,13 @@ def recall(cache: Any) -> History | None:
 
 
 def _last_keys(cache: Any) -> Tensor | None:
-    """Keys ``[B, Hkv, D]`` of the last token in the first layer of a cache of transformers."""
+    """Keys ``[B, Hkv, D]`` of the last token in the last layer of a cache of transformers.
+
+    Above the first layer they depend on all tokens before.
+    """
     with suppress(Exception):  # a cache of any other kind
         stored = int(cache.get_seq_length())
-        keys = cache.layers[0].keys
+        keys = cache.layers[-1].keys
         if stored and keys.dim() == 4:
             return torch.as_tensor(keys[:, :, min(stored, keys.shape[2]) - 1].clone())
     return None
@@ -88,9 +94,7 @@ def _last_keys(cache: Any) -> Tensor | None:
 
 def waiting(history: History | None, past: int) -> Tensor | None:
     """The last token ``[B, 1]`` of a returned cache, if only that one is not stored."""
-    if history is None or history.ids is None or history.ids.shape[1] != past + 1:
-        return None
-    return history.ids[:, -1:]
+    return None if history is None or history.length != past + 1 else history.last
 
 
 def stored(

@@ -154,6 +154,8 @@ def generate(
     ahead = AHEAD if not (ends or stops) or arguments.can_be_cut(cache) else 0
     reader = Reader(len(ids), ends, special, max_new_tokens, ahead, texts, on_tokens, on_text)
     run = _Run(call, cache, sampler, reader, ends | special)
+    # In case of an interrupt: what is stored then, and in which order, nobody may know.
+    history.remember(cache, history.History(len(ids), 0, None, None, shown))
     with torch.no_grad():
         run.all(ids, shown, past, chunk or ids.shape[1], max_new_tokens)
     reader.finish()
@@ -161,7 +163,8 @@ def generate(
     if cache.get_seq_length() > kept:
         (cache.truncate if isinstance(cache, TieredCache) else cache.crop)(kept)
     spoken = None if past and old is None else torch.cat([whole, *run.tokens], 1)[:, : kept + 1]
-    history.remember(cache, history.History(len(ids), spoken, shown))
+    last = run.tokens[kept - past - ids.shape[1]]
+    history.remember(cache, history.History(len(ids), kept + 1, last, spoken, shown))
     return Generation(reader.tokens, [text.text for text in texts], reader.reasons(), cache)
 
 

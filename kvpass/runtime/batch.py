@@ -23,6 +23,7 @@ from kvpass.runtime.readahead import ReadAhead
 from kvpass.runtime.service import Service
 from kvpass.runtime.table import MAX_LAYERS, RowTables
 from kvpass.sizes import format_size
+from triton_ops.tickets import UNCHECKED
 
 STAGING_BUFFERS = 4
 """Pinned copies of a table that may be on their way to the device at once."""
@@ -243,6 +244,8 @@ class Batch:
                 self.rows = rows.to(self.device)
                 self._row_index = self.rows[:layers].to(torch.int64)
                 self._all_rows = self._row_index.flatten()
+                for table, value in zip(tables.tickets, (UNCHECKED, 0, 0), strict=True):
+                    table.index_fill_(0, self._all_rows, value)
             self.reserve_words(tokens)
         except BaseException:
             self.release_rows()
@@ -480,5 +483,6 @@ class Batch:
         if not self.released:
             self.released = True
             if self.guard is not None:
-                self.guard.release()
-            self.tables.give(self._row_list)
+                self.tables.give_captured(self.rows, self._row_list)
+            else:
+                self.tables.give(self._row_list)

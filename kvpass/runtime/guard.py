@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvpass.errors import CacheStateError
-from triton_ops.tickets import REFUSED, UNCHECKED, UNUSED
+from triton_ops.tickets import REFUSED, UNUSED
 
 if TYPE_CHECKING:
     from kvpass.runtime.batch import Batch
@@ -27,9 +27,6 @@ _MESSAGES = {
     "`with cache.begin_step(n):`, with this cache; a graph of a cache whose sequences were "
     "selected, reordered or reset has to be captured anew",
 }
-
-_kept: list[torch.Tensor] = []
-"""Rows of released batches: a graph captured with them finds -1 there, and does nothing."""
 
 
 class StepGuard:
@@ -81,19 +78,10 @@ class StepGuard:
             if self._faults & fault:
                 raise CacheStateError(f"{message}. What this cache holds is not right: reset() it")
 
-    def release(self) -> None:
-        """The batch gives its rows back."""
-        self._batch.rows.fill_(-1)
-        _kept.append(self._batch.rows)
-        rows = self._rows_of(range(self._batch.layers)).to(torch.int64)
-        for table, value in zip(self._tickets, (UNCHECKED, 0, 0), strict=True):
-            table.index_fill_(0, rows, value)
-
     def _rows_of(self, layers: Sequence[int]) -> torch.Tensor:
         key = tuple(layers)
         rows = self._rows.get(key)
         if rows is None:
-            # Not from the batch's rows on the device, which a release has filled with -1.
             index = self._batch.rows_of(key)
             rows = torch.tensor(index, dtype=torch.int32).to(self._batch.device)
             self._rows[key] = rows

@@ -177,6 +177,8 @@ class Manager(OfThisProcess):
                 return
             for layer in range(batch.layers):
                 self._reserver.trim(batch, layer, 0)
+            if batch.guard is not None:
+                batch.guard.disarm(range(batch.layers))
             batch.release_rows()
             self._batches.remove(batch)
 

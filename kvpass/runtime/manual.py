@@ -45,7 +45,7 @@ class ManualStep:
         self._layers = [i for i, known in enumerate(batch.geometries) if known is not None]
         self._appended: set[int] = set()
         self._failed = self.done = False
-        if batch.device.type == "cuda" and batch.guard is None:
+        if batch.device.type == "cuda" and batch.guard is None and not is_capturing(batch.device):
             batch.guard = StepGuard(batch)
         manager.begin(batch, tokens, self._layers)
         batch.manual = weakref.ref(self)

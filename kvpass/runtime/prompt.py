@@ -9,6 +9,7 @@ that read them in place would read them once for each tile of queries.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,12 @@ PROGRAMS = 16
 """That append to cold blocks: enough to fill the link, few enough to leave the SMs to the model."""
 
 
+@functools.cache
+def _streams(device: torch.device) -> tuple[Any, Any]:
+    """Two of a device, once: torch hands out 32 in turn, and then those of others again."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+
 class LongStep:
     """One step of many tokens.
 
@@ -43,7 +50,7 @@ class LongStep:
         self._out: Any = None
         self._in: Any = None
         if batch.device.type == "cuda":
-            self._out, self._in = torch.cuda.Stream(batch.device), torch.cuda.Stream(batch.device)
+            self._out, self._in = _streams(batch.device)
         self._left: Any = None
         self._coming: dict[int, tuple[Past, Any]] = {}
 

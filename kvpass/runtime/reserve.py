@@ -176,8 +176,14 @@ class Reserver:
                 copy = self._new_block(block.geometry, position, hot=True, unfinished=True)
                 copy.resident = block.resident
                 try:
-                    copy.slot.raw.copy_(block.slot.raw, non_blocking=True)
                     waiting = events_of(block)
+                    on_host = not (copy.slot.raw.is_cuda or block.slot.raw.is_cuda)
+                    if on_host and self.tiers.device.type == "cuda":
+                        # The host copies now, whatever streams were told to wait for.
+                        for event in waiting:
+                            event.synchronize()
+                        torch.cuda.current_stream(self.tiers.device).synchronize()
+                    copy.slot.raw.copy_(block.slot.raw, non_blocking=True)
                     batch.exchange(layer, sequence, position, copy)
                     copy.publish()
                 except BaseException:

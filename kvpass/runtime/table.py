@@ -8,6 +8,7 @@ from collections import deque
 import torch
 
 from kvpass.errors import OutOfMemoryError
+from kvpass.runtime.capture import is_capturing
 from kvpass.runtime.locks import fork_safe_lock
 from triton_ops.tickets import Tickets
 
@@ -39,6 +40,8 @@ class RowTables:
         self.max_blocks = 1
         self._free = list(reversed(range(MAX_ROWS)))
         self._returned: deque[list[int]] = deque()
+        self._captured: deque[tuple[torch.Tensor, list[int]]] = deque()
+        self._kept: list[torch.Tensor] = []
         self._lock = fork_safe_lock()
 
     def take(self, count: int) -> list[int]:
@@ -50,6 +53,11 @@ class RowTables:
         with self._lock:
             while self._returned:
                 self._free.extend(self._returned.popleft())
+            while self._captured and not is_capturing(self.device):
+                rows, numbers = self._captured.popleft()
+                rows.fill_(-1)
+                self._kept.append(rows)
+                self._free.extend(numbers)
             if count > len(self._free):
                 raise OutOfMemoryError(
                     f"{count} table rows asked for, {len(self._free)} of {MAX_ROWS} left: "
@@ -60,6 +68,14 @@ class RowTables:
     def give(self, rows: list[int]) -> None:
         """Return rows; takes no lock, for a finalizer may call it at any time."""
         self._returned.append(rows)
+
+    def give_captured(self, rows: torch.Tensor, numbers: list[int]) -> None:
+        """Likewise, of a batch whose rows a graph may have been captured with.
+
+        They are used again when the graph finds -1 in their place, which is device work, and not
+        for a finalizer. The tensor is kept, for the graph reads it whenever it is replayed.
+        """
+        self._captured.append((rows, numbers))
 
 
 _TABLES: dict[torch.device, RowTables] = {}

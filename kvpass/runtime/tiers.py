@@ -209,7 +209,10 @@ class Tiers:
         """Return a slot; its next writer waits for ``events`` of those who may still read it."""
         slot.fences.extend(event for event in events if event is not None)
         if self.poison:
-            self.ready(slot).raw.fill_(POISON)
+            self.ready(slot)
+            if self.device.type == "cuda" and not slot.raw.is_cuda:
+                torch.cuda.current_stream(self.device).synchronize()  # the host writes at once
+            slot.raw.fill_(POISON)
             if self.device.type == "cuda":
                 event = torch.cuda.Event()
                 event.record(torch.cuda.current_stream(self.device))

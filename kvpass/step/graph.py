@@ -148,6 +148,13 @@ class RewrittenGraph:
                 "a step over a cache that the graph returns cannot be captured by hand: pass a "
                 "kvpass.TieredCache, and capture inside `with cache.begin_step(n):`"
             )
+        pasts = [shape.past for group in self.plan.tiered for shape in group.layers.values()]
+        if any(not getattr(past, "free_symbols", ()) for past in pasts):
+            raise UnsupportedError(
+                "this step was compiled for one length of the sequence alone, which a captured one "
+                "would repeat: leave dynamic= to torch.compile, and call the model at two lengths "
+                "above 0 before you capture"
+            )
         what = self._repeats()
         if self.plan.probes or self.plan.tables:
             what = "its mask, which the host has to look at"

@@ -70,15 +70,16 @@ class Graph:
 
     Attributes:
         fixed: (input, address) of those that are read where they are.
-        copied: inputs of one dtype, and the graph's tensors that they are copied to. Each time: a
-            version counter does not see writes through ``.data``, NumPy or other graphs.
+        copied: inputs of one dtype, each with the part that is copied (the rest repeats it), and
+            the graph's tensors that they are copied to. Each time: a version counter does not see
+            writes through ``.data``, NumPy or other graphs.
         masks: (input, tensor of the graph), whose first columns are filled.
         outputs: what a replay fills.
     """
 
     replay: Callable[[], None]
     fixed: list[tuple[int, int]]
-    copied: list[tuple[list[int], list[Tensor]]]
+    copied: list[tuple[list[tuple[int, Any]], list[Tensor]]]
     masks: list[tuple[int, Tensor]]
     outputs: Any
 
@@ -138,7 +139,7 @@ class Replayer:
             if graph is not None:
                 self._capture.begin()
                 for places, tensors in graph.copied:
-                    values = [inputs[i] for i in places]
+                    values = [inputs[i] if part is None else inputs[i][part] for i, part in places]
                     torch._foreach_copy_(tensors, values, non_blocking=True)
                 for i, mask in graph.masks:
                     mask[:, : inputs[i].shape[1]].copy_(inputs[i], non_blocking=True)
@@ -199,7 +200,7 @@ class Replayer:
         """A graph of this call; None where it cannot be captured (a failure is said once)."""
         written = set(self._prelude.written)
         fixed: list[tuple[int, int]] = []
-        copied: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
+        copied: dict[torch.dtype, tuple[list[tuple[int, Any]], list[Tensor]]] = {}
         masks: list[tuple[int, Tensor]] = []
         own = list(inputs)
         for i, value in enumerate(inputs):
@@ -212,10 +213,12 @@ class Replayer:
             elif isinstance(value, nn.Parameter) or i in written or _size(value) > SMALL:
                 fixed.append((i, value.data_ptr()))
             else:
-                own[i] = value.clone(memory_format=torch.preserve_format)
+                part, tensor = _like(value)
+                tensor.copy_(value if part is None else value[part])
+                own[i] = tensor.expand(value.shape)
                 places, tensors = copied.setdefault(value.dtype, ([], []))
-                places.append(i)
-                tensors.append(own[i])
+                places.append((i, part))
+                tensors.append(tensor)
         for i, tensor in masks:
             tensor[:, : inputs[i].shape[1]].copy_(inputs[i])
         try:
@@ -231,6 +234,20 @@ class Replayer:
         if any(_memory(out) in memory for out in results):
             return None  # an input that is returned, or a part of it: the caller gets its own
         return Graph(replay, fixed, list(copied.values()), masks, outputs)
+
+
+def _like(value: Tensor) -> tuple[Any, Tensor]:
+    """Memory for a tensor with the same strides, which compiled code counts on.
+
+    Returns:
+        The part of it that all the rest repeats (None: all of it), and memory for that.
+    """
+    part = None
+    if 0 in value.stride():
+        part = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in value.stride())
+        value = value[part]
+    size, stride = value.shape, value.stride()
+    return part, torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
 
 
 def _memory(tensor: Tensor) -> int:

@@ -163,9 +163,11 @@ def test_two_replays_in_one_step():
     with hand.cache.begin_step(1):
         hand._fill()
         hand.graph.replay()
+        torch.cuda.synchronize()
         held = [t.clone() for t in hand.cache.manager.gather(hand.cache.batch, 1, hand.at)]
         hand.new.fill_(5)
         hand.graph.replay()
+        torch.cuda.synchronize()
         now = hand.cache.manager.gather(hand.cache.batch, 1, hand.at)
     assert all(torch.equal(a, b) for a, b in zip(now, held, strict=True))
     with pytest.raises(CacheStateError, match="found no tokens reserved for it"):
