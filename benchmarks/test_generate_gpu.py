@@ -297,7 +297,7 @@ def test_decode(
 
     try:
         benchmark.pedantic(once, rounds=1, iterations=1)
-    except (ImportError, torch.OutOfMemoryError, ValueError, TypeError) as error:
+    except (ImportError, torch.OutOfMemoryError) as error:  # what it needs is not there
         if way.run in ("kvpass", "stock tiered", "stock dynamic"):
             raise
         pytest.skip(f"{name} cannot run: {type(error).__name__}: {str(error).splitlines()[0]}")

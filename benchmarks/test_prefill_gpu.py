@@ -181,8 +181,6 @@ def test_prompt(benchmark: Any, request: pytest.FixtureRequest, bench: Bench, na
 def test_longest_prompt(
     benchmark: Any, request: pytest.FixtureRequest, bench: Bench, name: str
 ) -> None:
-    if DEVICE.type != "cuda" and not TINY:
-        pytest.skip("needs a CUDA GPU")
     way = Way("kvpass", 0.1) if name == "kvpass" else Way()
     bench.use(way.compiled)
     free()

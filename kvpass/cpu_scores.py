@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvpass.runtime.readahead import first_seen
+
 UNDERFLOW = 2.0**-100
 """Weights below this, relative to the largest, count as zero: far under the precision of the sum,
 and products of denormals would be 25 times slower. A sink only scales the whole sum."""
@@ -50,9 +52,7 @@ class Scoring:
 
     def first_seen(self, position: int) -> int:
         """The first position that the query at ``position`` sees."""
-        if self.chunk:
-            return position // self.chunk * self.chunk
-        return max(position - self.window + 1, 0) if self.window else 0
+        return first_seen(position, self.window, self.chunk)
 
 
 def sink_factor(top: Tensor, norm: Tensor, sink: Tensor) -> Tensor:

@@ -259,7 +259,6 @@ def test_a_text_that_ends_early_leaves_what_it_is_made_of(monkeypatch, kind):
     model = tiny("mistral" if kind == "sliding" else "llama", **(
         {"sliding_window": 8} if kind == "sliding" else {}
     ))  # fmt: skip
-    model.forward_count = 0
     late: list[torch.Tensor] = []
 
     def send(self, tokens):

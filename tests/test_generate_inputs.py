@@ -109,8 +109,6 @@ def test_rows_are_padded_on_the_left(rows):
 class Counter(nn.Module):
     """The next token is one more; its cache counts what it was given."""
 
-    vocabulary = 50
-
     def answer(self, ids, cache):
         cache.update(
             torch.zeros(len(ids), 1, ids.shape[1], 16),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import transformers.models.auto.configuration_auto  # the names of all families
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -128,7 +129,6 @@ def test_reading_ahead_on_a_gpu_is_said_to_have_no_effect() -> None:
 )
 def test_a_misspelt_family_is_named_once(section: str, warned: bool) -> None:
     """Names of other models are nobody's mistake, however much alike."""
-    pytest.importorskip("transformers.models.auto.configuration_auto")
     tuning._warn_of_misspelt.cache_clear()
     config = Config(optimizations={section: {"retention_priority": "layer_depth"}})
     batch: Any = SimpleNamespace(layers=2, device=torch.device("cpu"), retain=lambda _: None)

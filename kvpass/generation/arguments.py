@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvpass.cache import TieredCache
 from kvpass.errors import CapacityError, ConfigError, ShapeError
+from kvpass.generation.calls import plain
 from kvpass.generation.prompts import read_mask
 
 MOST_ROOM = 1 << 20
@@ -137,11 +138,6 @@ def check_room(cache: Any, tokens: int) -> None:
             f"prompt and new tokens are {tokens}, the cache is for max_tokens={most}: make it "
             "larger, or lower max_new_tokens"
         )
-
-
-def plain(model: Any) -> Any:
-    """The module that a compiled one is made of."""
-    return getattr(model, "_orig_mod", model)
 
 
 def device_of(model: Any) -> torch.device:

@@ -37,10 +37,14 @@ GRAPHS = 64
 _LIMITS = "recompile_limit" in inspect.signature(torch.compile).parameters
 
 
+def plain(model: Any) -> Any:
+    """The module that a compiled one is made of."""
+    return getattr(model, "_orig_mod", model)
+
+
 def compiled(model: Any) -> Any:
     """The model as it is where somebody compiled it, else through ``kvpass.backend``, once."""
-    inner = getattr(model, "_orig_mod", None)
-    if inner is not None or getattr(model, "_compiled_call_impl", None) is not None:
+    if plain(model) is not model or getattr(model, "_compiled_call_impl", None) is not None:
         return model
     if not isinstance(model, nn.Module):
         return model
@@ -55,12 +59,12 @@ def compiled(model: Any) -> Any:
 
 def vocabulary_of(model: Any) -> int | None:
     """Tokens that a model knows; None where it does not say."""
-    plain = getattr(model, "_orig_mod", model)
-    embeddings = getattr(plain, "get_input_embeddings", None)
+    model = plain(model)
+    embeddings = getattr(model, "get_input_embeddings", None)
     if callable(embeddings):
         with suppress(Exception):  # some models have none, and raise what they like
             return int(embeddings().num_embeddings)
-    found = getattr(getattr(plain, "config", None), "vocab_size", None)
+    found = getattr(getattr(model, "config", None), "vocab_size", None)
     return found if isinstance(found, int) and not isinstance(found, bool) else None
 
 
@@ -118,9 +122,9 @@ class Call:
     """
 
     def __init__(self, model: Any, cache: Any) -> None:
-        plain = getattr(model, "_orig_mod", model)
-        _check(plain, cache)
-        forward = plain.forward if isinstance(plain, nn.Module) else plain
+        module = plain(model)
+        _check(module, cache)
+        forward = module.forward if isinstance(module, nn.Module) else module
         try:
             names = inspect.signature(forward).parameters
         except (TypeError, ValueError):
@@ -134,7 +138,7 @@ class Call:
             self._options = {"cache": cache, "last_only": True}
         else:
             raise UnsupportedError(
-                f"{type(plain).__name__} takes neither past_key_values= nor cache=: pass a model "
+                f"{type(module).__name__} takes neither past_key_values= nor cache=: pass a model "
                 "whose forward does, and uses it as a cache of keys and values"
             )
         self._options = {

@@ -84,7 +84,7 @@ def _last_keys(cache: Any) -> Tensor | None:
 
     Above the first layer they depend on all tokens before.
     """
-    with suppress(Exception):  # a cache of any other kind
+    with suppress(AttributeError, LookupError, TypeError):  # a cache of any other kind
         stored = int(cache.get_seq_length())
         keys = cache.layers[-1].keys
         if stored and keys.dim() == 4:

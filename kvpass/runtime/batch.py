@@ -244,8 +244,9 @@ class Batch:
                 self.rows = rows.to(self.device)
                 self._row_index = self.rows[:layers].to(torch.int64)
                 self._all_rows = self._row_index.flatten()
-                for table, value in zip(tables.tickets, (UNCHECKED, 0, 0), strict=True):
-                    table.index_fill_(0, self._all_rows, value)
+                if tables.checked:
+                    for table, value in zip(tables.tickets, (UNCHECKED, 0, 0), strict=True):
+                        table.index_fill_(0, self._all_rows, value)
             self.reserve_words(tokens)
         except BaseException:
             self.release_rows()

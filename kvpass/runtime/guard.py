@@ -39,6 +39,7 @@ class StepGuard:
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
         self._tickets = batch.tables.tickets
+        batch.tables.checked = True
         self._faults = 0
         self._rows: dict[tuple[int, ...], torch.Tensor] = {}
         cuda = batch.device.type == "cuda"

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvpass.runtime.capture import is_capturing
 from kvpass.runtime.move import range_of
+from kvpass.runtime.readahead import first_seen
 
 if TYPE_CHECKING:
     from kvpass.runtime.batch import Batch, Block
@@ -190,13 +191,6 @@ class Past:
                 source = range_of(run)
                 self._copies[at : at + len(source)].copy_(source, non_blocking=True)
                 at += len(source)
-
-
-def first_seen(stored: int, window: int, chunk: int) -> int:
-    """The first stored token that a query behind ``stored`` tokens sees."""
-    if window:
-        return max(0, stored + 1 - window)
-    return stored // chunk * chunk if chunk else 0
 
 
 def _staged(words: np.ndarray[Any, np.dtype[np.int64]], device: torch.device) -> Tensor:

@@ -34,6 +34,13 @@ class ReadAhead:
     lookahead: int
 
 
+def first_seen(position: int, window: int, chunk: int) -> int:
+    """The first position that the query at ``position`` sees; a window or chunk of 0 is none."""
+    if chunk:
+        return position // chunk * chunk
+    return max(position - window + 1, 0) if window else 0
+
+
 def schedule(cold: Sequence[int], distance: int, first: int) -> dict[int, Sequence[int]]:
     """Which cold blocks of a row to ask for, and when, so that ``distance`` are always ahead.
 

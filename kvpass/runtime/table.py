@@ -28,6 +28,7 @@ class RowTables:
         length: int32 ``[rows]``, tokens stored before the current step.
         heat: int64 ``[rows]``, address of the row's int32 access counters, or 0.
         tickets: of rows whose steps are begun by hand, see :mod:`kvpass.runtime.guard`.
+        checked: whether any row ever was, so that new ones may need their tickets cleared.
         max_blocks: words of the longest table so far; bounds workspaces without a device read.
     """
 
@@ -37,6 +38,7 @@ class RowTables:
         self.length = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
         self.heat = torch.zeros(MAX_ROWS, dtype=torch.int64, device=device)
         self.tickets = Tickets.unchecked(MAX_ROWS, device)
+        self.checked = False
         self.max_blocks = 1
         self._free = list(reversed(range(MAX_ROWS)))
         self._returned: deque[list[int]] = deque()

@@ -173,7 +173,8 @@ class RewrittenGraph:
             layer: geometry_of(shape, group.block_size) for layer, shape in group.layers.items()
         }
         manager, batch = state.bind(sizes.of(shape.batch), shape.device, geometries, tokens)
-        check_manual(batch, tokens, sorted(group.layers))
+        layers = sorted(group.layers)
+        check_manual(batch, tokens, layers)
         for layer, assumed in group.layers.items():
             stored = batch.lengths[layer]
             if sizes.of(assumed.past) != stored:
@@ -182,7 +183,7 @@ class RewrittenGraph:
                     f"{sizes.of(assumed.past)}: the cache was changed from outside in between"
                 )
             check_mask(assumed, stored + tokens, sizes)
-        return manager.step(batch, tokens, sorted(group.layers))
+        return manager.step(batch, tokens, layers)
 
 
 _TABLES = "the blocks of a BlockMask are not those of its mask_mod"
