@@ -288,6 +288,23 @@ def test_a_capture_by_hand_must_not_repeat_a_length(model, started, monkeypatch)
     assert cache.get_seq_length() == 24
 
 
+def test_steps_of_several_tokens_are_captured_where_their_number_is_a_constant(monkeypatch):
+    from kvpass.step import graph
+
+    ids, _ = prompt(1, 30)
+    model = tiny("llama")
+    compile_with(model)
+    cache = tiered(model)
+    model(ids[:, :20], past_key_values=cache)
+    monkeypatch.setattr(graph, "is_capturing", lambda device: True)
+    for at in (20, 23):  # only the past differs, so the graph holds the number 3
+        with cache.begin_step(3):
+            places = torch.arange(at, at + 3)[None]
+            got = model(ids[:, at : at + 3], past_key_values=cache, position_ids=places).logits
+        want = tiny("llama")(ids[:, : at + 3]).logits[:, at:]
+        torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
+
+
 def test_a_length_that_is_a_constant_of_the_graph_is_not_captured(monkeypatch):
     from kvpass.step import graph
 

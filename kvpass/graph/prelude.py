@@ -69,6 +69,7 @@ def cut(graph: fx.Graph, fixed: Set[Any], device: torch.device) -> Prelude:
     """
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    _take_sizes_from_inputs(graph, placeholders)
     grows = {node for node in graph.nodes if node is not output and _grows(node, fixed)}
     for node in placeholders:
         # A number on the host goes to a kernel by value: a replay would repeat the first one.
@@ -117,6 +118,30 @@ def cut(graph: fx.Graph, fixed: Set[Any], device: torch.device) -> Prelude:
     written = [i for i, node in enumerate(inputs) if is_written(node)]
     graph.lint()
     return Prelude(prelude, kept, len(values), len(masks), numbers, written)
+
+
+def _take_sizes_from_inputs(graph: fx.Graph, placeholders: list[fx.Node]) -> None:
+    """Replace sizes of intermediate tensors by numbers, or by inputs, that are known to be equal.
+
+    A length is often the past and the size of some activation, which the prelude cannot compute.
+    """
+    inputs: dict[Any, fx.Node] = {}
+    for node in placeholders:
+        if isinstance(value := example(node), torch.SymInt):
+            inputs.setdefault(value.node.expr, node)
+    for node in graph.nodes:
+        value = node.meta.get("example_value")
+        if node.op in ("placeholder", "output") or isinstance(value, bool):
+            continue
+        if not isinstance(value, (int, torch.SymInt)):
+            continue
+        known = getattr(getattr(value, "node", None), "expr", value)
+        if isinstance(value, torch.SymInt) and getattr(known, "is_number", False):
+            value = int(known)
+        stand_in = inputs.get(known, value)
+        if not isinstance(stand_in, torch.SymInt):
+            for user in list(node.users):
+                user.replace_input_with(node, stand_in)
 
 
 def _is_tensor(node: fx.Node) -> bool:
