@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -44,6 +44,8 @@ from kvpass.step import RewrittenGraph, with_memory
 from kvpass.step.replay import Capture, CudaCapture, Replayer
 from kvpass.warn import warn_user
 
+Graphs = bool | Literal["auto"]
+
 _managers: dict[tuple[Config, torch.device], Manager] = {}
 _lock = fork_safe_lock()
 _warned: set[str] = set()
@@ -62,8 +64,9 @@ def backend(
     Args:
         gm: the graph; left as it is.
         example_inputs: its inputs.
-        mode: of ``torch.compile``; ``"reduce-overhead"`` captures decode steps into CUDA graphs,
-            unless ``cuda_graphs`` says otherwise. ``"max-autotune"`` tunes nothing, with a warning.
+        mode: of ``torch.compile``; all capture decode steps into CUDA graphs, unless
+            ``cuda_graphs`` says otherwise, and ``"reduce-overhead"`` says which steps cannot be
+            captured. ``"max-autotune"`` tunes nothing, with a warning.
         options: keys of :class:`kvpass.Config`.
         **kwargs: refused, so that a misspelt argument does not pass in silence.
 
@@ -77,7 +80,9 @@ def backend(
     if kwargs:
         raise TypeError(f"kvpass.backend got unknown arguments {sorted(kwargs)}; use options={{}}")
     config = Config.load(origin="options= of torch.compile", **dict(options or {}))
-    graphs = mode == "reduce-overhead" if config.cuda_graphs == "auto" else config.cuda_graphs
+    graphs: Graphs = config.cuda_graphs
+    if graphs == "auto" and mode == "reduce-overhead":
+        graphs = True
     if mode not in (None, "default", "reduce-overhead"):
         _warn_once(f"mode={mode!r}: kvpass tunes nothing by trial, as with the default mode")
     graph = _copy(gm.graph)  # Dynamo still reads the graph it gave
@@ -125,9 +130,11 @@ def backend(
 
 
 def _compile_step(
-    gm: fx.GraphModule, graph: fx.Graph, plan: Plan, config: Config, graphs: bool
+    gm: fx.GraphModule, graph: fx.Graph, plan: Plan, config: Config, graphs: Graphs
 ) -> tuple[Callable[..., Any], Callable[[], str]]:
     """Compile a rewritten graph; with ``graphs``, so that its decode steps are captured.
+
+    Where they were asked for, what cannot be captured is said once.
 
     Returns:
         What runs it, and what names that which grows with the sequence in it.
@@ -139,7 +146,8 @@ def _compile_step(
         try:
             prelude = cut(graph, plan.batch_symbols, *devices)
         except GrowsWithLength as reason:
-            _warn_once(f"decode steps run without a CUDA graph, which is slower: {reason}")
+            if graphs is True:
+                _warn_once(f"decode steps run without a CUDA graph, which is slower: {reason}")
     examples = [example(node) for node in graph.nodes if node.op == "placeholder"]
     inner = compile_inner(_module(gm, graph), examples, config)
     if prelude is None or capture is None:

@@ -62,7 +62,7 @@ class Explanation:
         reasons = dict.fromkeys(filter(None, found))
         if reasons:
             return f"decode steps cannot be CUDA graphs: {'; '.join(reasons)}"
-        return "decode steps have fixed shapes: a CUDA graph serves them with cuda_graphs"
+        return "decode steps have fixed shapes: a CUDA graph serves them on a GPU"
 
     @property
     def text(self) -> str:

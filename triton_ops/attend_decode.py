@@ -26,7 +26,7 @@ __all__ = ["DecodeConfig", "attend_decode", "splits_for"]
 @triton.jit
 def _decode_tile(
     t, p_block, b_q, b_m, b_l, b_acc, scale, softcap, begin, length, i_h, p_mask, sm_t, mask_len,
-    p_bias, sb_t, bias_len, p_tile_m, p_tile_l, max_tiles,
+    p_bias, sb_t, bias_len, p_tile_lse, max_tiles,
     G: tl.constexpr, GP: tl.constexpr, DK: tl.constexpr, DK_P: tl.constexpr, DV: tl.constexpr,
     DV_P: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr, KV: tl.constexpr,
     DOT: tl.constexpr, USE_DOT: tl.constexpr, HAS_MASK: tl.constexpr, BIAS: tl.constexpr,
@@ -72,8 +72,9 @@ def _decode_tile(
         b_acc = b_acc * b_scale[:, None] + tl.sum(b_w[:, None] * b_v.to(tl.float32), 0)[None, :]
     if HEAT:
         m_t = (o_g < G) & (t < max_tiles)
-        tl.store(p_tile_m + t * G + o_g, b_m, mask=m_t)
-        tl.store(p_tile_l + t * G + o_g, b_sum, mask=m_t)
+        # the merge reads it soon: streamed keys and values should not push it out of the L2
+        p_tile = p_tile_lse + t * G + o_g
+        tl.store(p_tile, b_m + tl.log(b_sum), mask=m_t, eviction_policy="evict_last")
     return b_m, b_l, b_acc
 
 
@@ -92,8 +93,7 @@ def _decode_kernel(
     part_acc,
     part_m,
     part_l,
-    tile_m,
-    tile_l,
+    tile_lse,
     kv_mask,
     bias,
     sinks,
@@ -165,11 +165,9 @@ def _decode_kernel(
     p_bias = bias
     if BIAS != 0:
         p_bias = bias + i_b * sb_b + (i_h * G + o_g)[:, None] * sb_h
-    p_tile_m = tile_m
-    p_tile_l = tile_l
+    p_tile_lse = tile_lse
     if HEAT:
-        p_tile_m = tile_m + i_bh * max_tiles * G
-        p_tile_l = tile_l + i_bh * max_tiles * G
+        p_tile_lse = tile_lse + i_bh * max_tiles * G
 
     tiles = tl.cdiv(length, BN)
     whole = length // BN
@@ -191,7 +189,7 @@ def _decode_kernel(
         b_word = tl.load(p_words + tl.minimum(t + S, last) // TILES)
         b_m, b_l, b_acc = _decode_tile(
             t, p_block, b_q, b_m, b_l, b_acc, scale, softcap, begin, length, i_h, p_mask, sm_t,
-            mask_len, p_bias, sb_t, bias_len, p_tile_m, p_tile_l, max_tiles, G, GP, DK, DK_P, DV,
+            mask_len, p_bias, sb_t, bias_len, p_tile_lse, max_tiles, G, GP, DK, DK_P, DV,
             DV_P, BLOCK, BN, KV, DOT, USE_DOT, HAS_MASK, BIAS, HEAT, SOFTCAP, WINDOW, WINDOW != 0,
         )  # fmt: skip
     # the last tile of the row, if it is not full, in the program whose turn it is
@@ -199,7 +197,7 @@ def _decode_kernel(
         p_block = tl.multiple_of((b_word & -16).to(tl.pointer_type(KV)), 16)
         b_m, b_l, b_acc = _decode_tile(
             whole, p_block, b_q, b_m, b_l, b_acc, scale, softcap, begin, length, i_h, p_mask, sm_t,
-            mask_len, p_bias, sb_t, bias_len, p_tile_m, p_tile_l, max_tiles, G, GP, DK, DK_P, DV,
+            mask_len, p_bias, sb_t, bias_len, p_tile_lse, max_tiles, G, GP, DK, DK_P, DV,
             DV_P, BLOCK, BN, KV, DOT, USE_DOT, HAS_MASK, BIAS, HEAT, SOFTCAP, WINDOW, True,
         )  # fmt: skip
 
@@ -332,7 +330,7 @@ def attend_decode(
         raise ValueError(f"splits must be positive, got {splits}")
     use_dot = cfg.use_dot or group > 1
     direct = splits == 1 and row_heat is None
-    part_acc = part_m = part_l = tile_m = tile_l = None
+    part_acc = part_m = part_l = tile_lse = None
     if not direct:
         part_acc = _checks.workspace(q.device, batch, heads, splits, head_dim_v)
         part_ml = _checks.workspace(q.device, 2, batch, heads, splits)
@@ -341,8 +339,7 @@ def attend_decode(
     max_tiles = 0
     if row_heat is not None and max_blocks is not None:
         max_tiles = max_blocks * (block_size // block_n)
-        tile_ml = _checks.workspace(q.device, 2, batch, kv_heads, max_tiles, group)
-        tile_m, tile_l = tile_ml[0], tile_ml[1]
+        tile_lse = _checks.workspace(q.device, batch, kv_heads, max_tiles, group)
     with _checks.device_guard(q.device):
         _decode_kernel[(batch * kv_heads, splits)](
             q,
@@ -354,8 +351,7 @@ def attend_decode(
             part_acc,
             part_m,
             part_l,
-            tile_m,
-            tile_l,
+            tile_lse,
             mask.tensor,
             add.tensor,
             sinks,
@@ -397,7 +393,7 @@ def attend_decode(
             num_warps=cfg.num_warps,
         )
         if part_acc is not None:
-            heat = None if row_heat is None else (tile_ml, rows, row_len, row_heat)
+            heat = None if row_heat is None else (tile_lse, rows, row_len, row_heat)
             merge_splits(
                 part_acc,
                 part_ml,

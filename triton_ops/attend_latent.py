@@ -72,7 +72,7 @@ def _load_new(
 @triton.jit
 def _latent_tile(
     t, b_qc, b_qr, b_c, b_r, b_m, b_l, b_acc, scale, softcap, o_pos, total, o_i, o_h, m_r, past,
-    window, p_mask, sm_t, mask_len, p_bias, sb_t, bias_len, p_tile_m, p_tile_l, max_tiles,
+    window, p_mask, sm_t, mask_len, p_bias, sb_t, bias_len, p_tile_lse, max_tiles,
     G: tl.constexpr, DOT: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
     BIAS: tl.constexpr, HEAT: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
@@ -95,8 +95,9 @@ def _latent_tile(
     b_acc = tl.dot(b_p.to(DOT), b_c, b_acc * b_scale[:, None], input_precision="ieee")
     if HEAT:
         m_t = m_r & (t < max_tiles)
-        tl.store(p_tile_m + t * G + o_h, b_m, mask=m_t)
-        tl.store(p_tile_l + t * G + o_h, b_sum, mask=m_t)
+        # the merge reads it soon: streamed keys and values should not push it out of the L2
+        p_tile = p_tile_lse + t * G + o_h
+        tl.store(p_tile, b_m + tl.log(b_sum), mask=m_t, eviction_policy="evict_last")
     return b_m, b_l, b_acc
 
 
@@ -117,8 +118,7 @@ def _latent_kernel(
     part_acc,
     part_m,
     part_l,
-    tile_m,
-    tile_l,
+    tile_lse,
     kv_mask,
     bias,
     scale,
@@ -201,11 +201,9 @@ def _latent_kernel(
     p_bias = bias
     if BIAS != 0:
         p_bias = bias + i_b * sb_b + (o_h * sb_h + o_i.to(tl.int64) * sb_q)[:, None]
-    p_tile_m = tile_m
-    p_tile_l = tile_l
+    p_tile_lse = tile_lse
     if HEAT:
-        p_tile_m = tile_m + i_b * max_tiles * G
-        p_tile_l = tile_l + i_b * max_tiles * G
+        p_tile_lse = tile_lse + i_b * max_tiles * G
 
     # positions up to `total`; tiles before `whole` are cached, those from `cached` on are new
     total = past + m
@@ -232,7 +230,7 @@ def _latent_kernel(
         b_c, b_r = _load_cached(p_page, o_pos < past, L, L_P, R, R_P, BN, False)
         b_m, b_l, b_acc = _latent_tile(
             t, b_qc, b_qr, b_c, b_r, b_m, b_l, b_acc, scale, softcap, o_pos, total, o_i, o_h, m_r,
-            past, window, p_mask, sm_t, mask_len, p_bias, sb_t, bias_len, p_tile_m, p_tile_l,
+            past, window, p_mask, sm_t, mask_len, p_bias, sb_t, bias_len, p_tile_lse,
             max_tiles, G, DOT, CAUSAL, HAS_MASK, BIAS, HEAT, SOFTCAP, WINDOW,
         )  # fmt: skip
     # the tile with the last cached tokens, if it is not full, in the program whose turn it is
@@ -248,7 +246,7 @@ def _latent_kernel(
         b_r = tl.where(m_old[:, None], b_r, b_rn)
         b_m, b_l, b_acc = _latent_tile(
             whole, b_qc, b_qr, b_c, b_r, b_m, b_l, b_acc, scale, softcap, o_pos, total, o_i, o_h,
-            m_r, past, window, p_mask, sm_t, mask_len, p_bias, sb_t, bias_len, p_tile_m, p_tile_l,
+            m_r, past, window, p_mask, sm_t, mask_len, p_bias, sb_t, bias_len, p_tile_lse,
             max_tiles, G, DOT, CAUSAL, HAS_MASK, BIAS, HEAT, SOFTCAP, WINDOW,
         )  # fmt: skip
     start += tl.cdiv(tl.maximum(cached - start, 0), S) * S
@@ -257,7 +255,7 @@ def _latent_kernel(
         b_c, b_r = _load_new(p_c, p_r, o_pos - past, o_pos < total, sc_n, sr_n, L, L_P, R, R_P)
         b_m, b_l, b_acc = _latent_tile(
             t, b_qc, b_qr, b_c, b_r, b_m, b_l, b_acc, scale, softcap, o_pos, total, o_i, o_h, m_r,
-            past, window, p_mask, sm_t, mask_len, p_bias, sb_t, bias_len, p_tile_m, p_tile_l,
+            past, window, p_mask, sm_t, mask_len, p_bias, sb_t, bias_len, p_tile_lse,
             max_tiles, G, DOT, CAUSAL, HAS_MASK, BIAS, HEAT, SOFTCAP, WINDOW,
         )  # fmt: skip
     i_r = (i_b * G + o_h) * n + o_i
@@ -370,7 +368,7 @@ def attend_latent(
     if window and not cfg.splits:
         splits = min(splits, window_tiles(window + triton.cdiv(cfg.block_m, heads), block_n))
     direct = splits == 1 and row_heat is None
-    part_acc = part_m = part_l = tile_m = tile_l = None
+    part_acc = part_m = part_l = tile_lse = None
     if not direct:
         part_acc = _checks.workspace(q.device, batch, heads, n, splits, dim)
         part_ml = _checks.workspace(q.device, 2, batch, heads, n, splits)
@@ -379,8 +377,7 @@ def attend_latent(
     max_tiles = 0
     if row_heat is not None and max_blocks is not None:
         max_tiles = max_blocks * (block_size // block_n)
-        tile_ml = _checks.workspace(q.device, 2, batch, 1, max_tiles, heads)
-        tile_m, tile_l = tile_ml[0], tile_ml[1]
+        tile_lse = _checks.workspace(q.device, batch, 1, max_tiles, heads)
     with _checks.device_guard(q.device):
         _latent_kernel[(row_tiles, batch, splits)](
             q,
@@ -394,8 +391,7 @@ def attend_latent(
             part_acc,
             part_m,
             part_l,
-            tile_m,
-            tile_l,
+            tile_lse,
             mask.tensor,
             add.tensor,
             cap.scale,
@@ -435,7 +431,7 @@ def attend_latent(
             num_warps=cfg.num_warps,
         )
         if part_acc is not None:
-            heat = None if row_heat is None else (tile_ml, rows, row_len, row_heat)
+            heat = None if row_heat is None else (tile_lse, rows, row_len, row_heat)
             merge_splits(
                 part_acc,
                 part_ml,

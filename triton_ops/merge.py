@@ -18,8 +18,9 @@ import triton.language as tl
 from triton_ops import _checks
 from triton_ops._scores import LOG2E, add_sink
 
-# A block whose share is 1/blocks up to fp32 rounding counts.
-_HEAT_SLACK = tl.constexpr(1.0 - 1e-5)
+# A block whose share is 1/blocks counts: fp32 sums of exponentials have logs that are right to 1e-4
+# as long as they are below some hundreds.
+_HEAT_SLACK = tl.constexpr(1.0 - 1e-4)
 # fp32 partials that a merging program holds at once: 64 registers a thread.
 _ELEMS_PER_LOAD = 8192
 # Tile sums that a heat-counting program loads at once.
@@ -64,7 +65,7 @@ def _merge_row(
 
 @triton.jit
 def _count_heat(
-    part_m, part_l, tile_m, tile_l, rows, row_len, row_heat, i_c, new_tokens, window, S,
+    part_m, part_l, tile_lse, rows, row_len, row_heat, i_c, new_tokens, window, S,
     max_tiles, HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr,
     BLOCK: tl.constexpr, BN: tl.constexpr, CHUNKS, CB: tl.constexpr, TP: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -93,20 +94,20 @@ def _count_heat(
         o_gs = (i_bh * G + o_g)[:, None] * S + o_s[None, :]
         b_m = tl.load(part_m + o_gs, mask=m_gs, other=-float("inf"))
         b_l = tl.load(part_l + o_gs, mask=m_gs, other=0.0)
-        # [CB * TP, GP] sums of the tiles, all loaded at once
+        # [CB * TP, GP] logs of the sums of the tiles, all loaded at once
         o_ct = tl.arange(0, CB * TP)
         o_tile = (first + o_ct // TP) * (BLOCK // BN) + o_ct % TP
         m_t = (o_ct % TP < BLOCK // BN) & (o_tile * BN < length) & (o_tile < max_tiles)
         m_t = m_t & (o_tile >= begin // BN)
         m_tg = m_t[:, None] & (o_g < G)[None, :]
         o_tg = (i_bh * max_tiles + o_tile)[:, None] * G + o_g[None, :]
-        b_tm = tl.load(tile_m + o_tg, mask=m_tg, other=-float("inf"))
-        b_tl = tl.load(tile_l + o_tg, mask=m_tg, other=0.0)
+        b_t = tl.load(tile_lse + o_tg, mask=m_tg, other=-float("inf"))
         b_top = tl.max(b_m, 1)
         b_ref = tl.where(b_top == -float("inf"), 0.0, b_top)
-        b_sum = tl.sum(b_l * tl.exp2((b_m - b_ref[:, None]) * LOG2E), 1)
-        b_inv = tl.where(b_sum > 0, 1.0 / tl.where(b_sum > 0, b_sum, 1.0), 0.0)
-        b_mass = b_tl * tl.exp2((b_tm - b_ref[None, :]) * LOG2E) * b_inv[None, :]
+        # no product goes into a sum: fused with it, it would differ between threads' copies
+        b_sum = tl.sum(tl.exp2((b_m + tl.log(b_l) - b_ref[:, None]) * LOG2E), 1)
+        b_lse = tl.where(b_sum > 0, b_ref + tl.log(tl.where(b_sum > 0, b_sum, 1.0)), float("inf"))
+        b_mass = tl.exp2((b_t - b_lse[None, :]) * LOG2E)
         b_share = tl.sum(tl.reshape(tl.sum(b_mass, 1), [CB, TP]), 1) / G
         o_block = first + tl.arange(0, CB)
         m_hot = (b_share * (blocks - old) >= _HEAT_SLACK) & (o_block >= old) & (o_block < blocks)
@@ -122,8 +123,7 @@ def _merge_kernel(
     part_l,
     out,
     lse,
-    tile_m,
-    tile_l,
+    tile_lse,
     rows,
     row_len,
     row_heat,
@@ -162,8 +162,8 @@ def _merge_kernel(
             )  # fmt: skip
         else:
             _count_heat(
-                part_m, part_l, tile_m, tile_l, rows, row_len, row_heat, i_p - R, new_tokens,
-                window, S, max_tiles, HKV, G, GP, SP, BLOCK, BN, CHUNKS, CB, TP, WINDOW,
+                part_m, part_l, tile_lse, rows, row_len, row_heat, i_p - R, new_tokens, window,
+                S, max_tiles, HKV, G, GP, SP, BLOCK, BN, CHUNKS, CB, TP, WINDOW,
             )  # fmt: skip
     else:
         _merge_row(
@@ -194,13 +194,14 @@ def merge_splits(
         out: `[B, Hq, n, Dv]` contiguous, written.
         lse: fp32 `[B, Hq, n]` contiguous, written; with the sink.
         sinks: `[Hq]` contiguous, one more logit a query head.
-        heat: `(tile_ml, rows, row_len, row_heat)` with tile_ml fp32 `[2, B, Hkv, tiles, G]`.
-            Shares are of the keys' own sum, without the sink.
+        heat: `(tile_lse, rows, row_len, row_heat)` with tile_lse fp32 `[B, Hkv, tiles, G]`, the
+            natural logs of the sums of exponentials. Shares are of the keys' own sum, without
+            the sink.
         new_tokens: added to `row_len`, as in the kernel that wrote the partials.
         span: which tokens of a row were visited; for heat.
         kv_heads: KV heads, for heat.
         block_size: tokens in a block, for heat.
-        block_n: tokens in a tile of `tile_ml`.
+        block_n: tokens in a tile of `tile_lse`.
         pdl: the kernel before signals with `gdc_launch_dependents` (programmatic dependent
             launch), so this one may start early and wait.
     """
@@ -208,11 +209,10 @@ def merge_splits(
     total = lse.numel()
     group, tiles, chunks, batch, chunk = 1, 0, 0, 0, 1
     tiles_p = _checks.next_power_of_2(block_size // block_n)
-    tile_m = tile_l = rows = row_len = row_heat = None
+    tile_lse = rows = row_len = row_heat = None
     if heat is not None:
-        tile_ml, rows, row_len, row_heat = heat
-        tile_m, tile_l = tile_ml[0], tile_ml[1]
-        batch, _, tiles, group = tile_m.shape
+        tile_lse, rows, row_len, row_heat = heat
+        batch, _, tiles, group = tile_lse.shape
         group_p = _checks.next_power_of_2(group)
         chunk = max(1, _TILES_PER_LOAD // (tiles_p * group_p))
         chunks = triton.cdiv(tiles * block_n, block_size * chunk)
@@ -222,8 +222,7 @@ def merge_splits(
         part_ml[1],
         out,
         lse,
-        tile_m,
-        tile_l,
+        tile_lse,
         rows,
         row_len,
         row_heat,

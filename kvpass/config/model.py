@@ -154,8 +154,8 @@ class Config(BaseModel):
     )
     cuda_graphs: BooleanOrAuto = Field(
         "auto",
-        description="Capture decode steps into CUDA graphs, on a GPU; 'auto' does in the mode "
-        "'reduce-overhead' of torch.compile.",
+        description="Capture decode steps into CUDA graphs, on a GPU; 'auto' does where that is "
+        "possible, true says what is not.",
     )
     _written: dict[str, Written] = PrivateAttr(default_factory=dict)
 

@@ -52,7 +52,7 @@ def compiled(model: Any) -> Any:
     if kept is None or kept.call is None:
         # Prompts, pieces of them, steps and batches, with padding and without, are a graph each.
         more = {"recompile_limit": GRAPHS} if _LIMITS else {}
-        call = torch.compile(model, backend="kvpass", options={"cuda_graphs": True}, **more)  # type: ignore[call-overload]
+        call = torch.compile(model, backend="kvpass", mode="reduce-overhead", **more)  # type: ignore[call-overload]
         kept = model.__dict__[_ATTRIBUTE] = _Compiled(call)
     return kept.call
 

@@ -98,8 +98,8 @@ def test_two_threads_and_streams_do_not_mix(made):
 
 
 def test_steps_wait_for_nobody_and_take_no_memory(made):
-    """Two thousand steps: one graph, flat memory, no synchronisation inside a step."""
-    model = tiny("llama", max_position_embeddings=4096).to("cuda")
+    """Two thousand steps: right, one graph, flat memory, no synchronisation inside a step."""
+    plain, model = (tiny("llama", max_position_embeddings=4096).to("cuda") for _ in range(2))
     cache = tiered(model, max_tokens=2100, hot="8MiB")
     ids, _ = prompt(1, 20)
     compile_with(model, cuda_graphs=True)
@@ -108,11 +108,19 @@ def test_steps_wait_for_nobody_and_take_no_memory(made):
     torch.cuda.synchronize()
     before = torch.cuda.memory_reserved()
     allocated = torch.cuda.memory_allocated()
-    out = kvpass.generate(model, [out.tokens[0][-1]], cache, max_new_tokens=1950, eos_token_id=None)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    first = [*ids[0].tolist(), *out.tokens[0]]
+    out = kvpass.generate(model, None, cache, max_new_tokens=1950, eos_token_id=None)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs, "compiled again"
     assert torch.cuda.memory_reserved() <= before + (2 << 20)
     assert torch.cuda.memory_allocated() <= allocated + (8 << 20)  # the hot tier grows
     assert [each.captures for each in made] == [1]
     assert len(out.tokens[0]) == 1950
+    whole = torch.tensor([first + out.tokens[0]], device="cuda")
+    with torch.no_grad():
+        want = plain(whole[:, :-1]).logits[0, 19:]
+    chosen = want.gather(1, whole[0, 20:, None])[:, 0]
+    assert float((want.amax(1) - chosen).max()) < 1e-4, "not the likeliest token"
     tokens = torch.tensor([[5]], device="cuda")
     positions = torch.tensor([[cache.get_seq_length()]], device="cuda")
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
