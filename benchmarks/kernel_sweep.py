@@ -41,7 +41,10 @@ SHAPES = [
     (1, 32, 8, 131072),
     (8, 32, 8, 8192),
     (16, 32, 8, 32768),
+    (64, 32, 8, 8192),
     (4, 40, 40, 8192),
+    (1, 40, 40, 16384),
+    (1, 28, 4, 32768),
 ]
 DIM = 128
 BLOCK = 256
@@ -205,8 +208,10 @@ class Run:
 
     def hot(self, p: Problem, quick: bool) -> triton_ops.DecodeConfig:
         """Tiles at the default splits, then splits at the best two tiles; returns the best."""
-        default = decode_config(DTYPE, DTYPE, DIM, DIM, p.heads // p.kv_heads)
-        default = replace(default, splits=triton_ops.splits_for(p.batch, p.kv_heads, p.q.device))
+        pairs = p.batch * p.kv_heads
+        default = decode_config(DTYPE, DTYPE, DIM, DIM, p.heads // p.kv_heads, None, pairs, BLOCK)
+        splits = triton_ops.splits_for(p.batch, p.kv_heads, p.q.device, default.programs_per_sm)
+        default = replace(default, splits=splits)
         error = p.error(p.attend(default))
         if not error < TOLERANCE:
             raise SystemExit(f"wrong result at {(p.batch, p.heads, p.kv_heads, p.tokens)}: {error}")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -76,6 +77,9 @@ def note(config: pytest.Config, fullname: str, line: Line) -> None:
     if line.against not in REFERENCES:
         raise ValueError(f"{line.against!r} is no reference; the references are {[*REFERENCES]}")
     config.stash.setdefault(NOTED, []).append((fullname, line))
+    facts = "".join(f"  {key} {value}" for key, value in line.facts.items())
+    # a run that is stopped early has still shown something
+    print(f"\n{line.group}, {line.name}: {line.speed:.2f} {line.unit}{facts}", file=sys.__stderr__)
 
 
 def divide(lines: Sequence[Line]) -> None:

@@ -319,11 +319,12 @@ def attend_decode(
     if batch == 0:
         return (out, lse) if return_lse else out
 
-    cfg = config or decode_config(q.dtype, kv_dtype, dk, head_dim_v, group, tile)
+    pairs = batch * kv_heads
+    cfg = config or decode_config(q.dtype, kv_dtype, dk, head_dim_v, group, tile, pairs, block_size)
     block_n = cfg.tile(block_size)
     splits = splits or cfg.splits
     if not splits:
-        splits = splits_for(batch, kv_heads, q.device)
+        splits = splits_for(batch, kv_heads, q.device, cfg.programs_per_sm)
         if span.size:
             splits = min(splits, window_tiles(span.size, block_n))
     if splits < 0:
@@ -393,7 +394,9 @@ def attend_decode(
             num_warps=cfg.num_warps,
         )
         if part_acc is not None:
-            heat = None if row_heat is None else (tile_lse, rows, row_len, row_heat)
+            heat = None
+            if tile_lse is not None and row_heat is not None:
+                heat = (tile_lse, rows, row_len, row_heat)
             merge_splits(
                 part_acc,
                 part_ml,

@@ -431,7 +431,9 @@ def attend_latent(
             num_warps=cfg.num_warps,
         )
         if part_acc is not None:
-            heat = None if row_heat is None else (tile_lse, rows, row_len, row_heat)
+            heat = None
+            if tile_lse is not None and row_heat is not None:
+                heat = (tile_lse, rows, row_len, row_heat)
             merge_splits(
                 part_acc,
                 part_ml,

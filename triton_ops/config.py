@@ -15,10 +15,11 @@ from triton_ops._checks import next_power_of_2
 _STAGE_BYTES = 104 * 1024
 _HOST_SPLITS = 4
 _MAX_SPLITS = 128
-# Programs of the decode kernel that run at once on an SM, and places left on the GPU for the merge,
-# which starts early: (1, 32, 8, 32768) takes 37.9 us with 32 splits, 39.1 with 33 on 132 SMs.
-_PROGRAMS_PER_SM = 2
+# Places left on the GPU for the merge, which starts early, where several programs share an SM:
+# (1, 32, 8, 32768) takes 37.9 us with 32 splits, 39.1 with 33 on 132 SMs.
 _PLACES_FOR_MERGE = 4
+# Pairs of row and KV head from which one program with long tiles an SM beats two with short ones.
+_MANY_PAIRS = 64
 
 Tile = Sequence[int]
 """Rows and keys that a program is asked to take at once, powers of two from 16 and from 32."""
@@ -34,6 +35,7 @@ class DecodeConfig:
         num_stages: tiles in flight in shared memory.
         splits: programs a (row, KV head), 0 = `splits_for`.
         use_dot: matrix units; False sums products in fp32 instead (one query head a KV head).
+        programs_per_sm: programs that fit an SM at once, for the number of splits.
     """
 
     block_n: int = 64
@@ -41,6 +43,7 @@ class DecodeConfig:
     num_stages: int = 3
     splits: int = 0
     use_dot: bool = True
+    programs_per_sm: int = 2
 
     def tile(self, block_size: int) -> int:
         """Tokens in a tile: the largest power of two up to `block_n` that divides the block."""
@@ -117,10 +120,14 @@ def decode_config(
     dv: int,
     group: int,
     tile: Tile | None = None,
+    pairs: int = 1,
+    block_size: int = 256,
 ) -> DecodeConfig:
     """Tile of a decode launch: what fits the shared memory of two programs an SM.
 
-    With `tile` its keys, or as many of them as fit; only 32 where products are fp32.
+    Fewer or more share an SM where that was measured to be faster: for `pairs` of row and KV head,
+    in blocks of `block_size` tokens. With `tile` its keys, or as many of them as fit; only 32 where
+    products are fp32.
     """
     if tile is not None:
         measured = decode_config(q_dtype, kv_dtype, dk, dv, group)
@@ -128,14 +135,23 @@ def decode_config(
             return measured
         block_n = _fitting(tile[1], dk, dv, kv_dtype.itemsize)
         three = 3 * _tile_bytes(block_n, dk, dv, kv_dtype.itemsize) <= _STAGE_BYTES
-        warps = max(measured.num_warps, 4 if block_n > 64 else 1)
-        return replace(measured, block_n=block_n, num_warps=warps, num_stages=3 if three else 2)
+        warps = max(measured.num_warps, block_n // 32)
+        return DecodeConfig(block_n, warps, 3 if three else 2)
     if q_dtype != kv_dtype or q_dtype == torch.float32:
         # fp32 products run on the plain units: 8 warps hold the operands with far fewer spills
         return DecodeConfig(block_n=32, num_warps=8, num_stages=2)
-    if group == 1 and _tile_bytes(128, dk, dv, kv_dtype.itemsize) <= 64 * 1024:
+    long = _tile_bytes(128, dk, dv, kv_dtype.itemsize)
+    if group == 1 and 32 * 1024 < long <= 64 * 1024:
+        # H200, of the best SDPA: (1, 40, 40, 16384) 0.99 against 0.97 with two stages of 128,
+        # (8, 32, 32, 4096) 0.98 and 0.95, (1, 32, 32, 8192) 0.97 and 0.89, (4, 40, 40, 8192) alike
+        return DecodeConfig(block_n=32, num_warps=1, num_stages=4, programs_per_sm=3)
+    if group == 1 and long <= 64 * 1024:
         # H200, (4, 40, 40, 8192): 3,930 GB/s against 3,476 with tiles of 64; cuDNN 3,907
         return DecodeConfig(block_n=128, num_stages=2)
+    if pairs >= _MANY_PAIRS and 32 * 1024 < long <= 64 * 1024 and block_size % 128 == 0:
+        # H200, of the best SDPA: (64, 32, 8, 8192) 0.98 against 0.88 with three stages of 64,
+        # (8, 32, 8, 32768) 1.00 and 0.98, (16, 32, 8, 32768) 0.98 and 0.97, (8, 32, 8, 8192) alike
+        return DecodeConfig(block_n=128, num_warps=4, num_stages=3, programs_per_sm=1)
     # H200, head size 128: two warps are as fast as four or up to 1 % faster at four shapes
     warps = 2 if max(dk, dv) <= 128 else 4
     for block_n in (64, 32):
@@ -225,19 +241,26 @@ def balanced_splits(pairs: int, slots: int, limit: int = _MAX_SPLITS) -> int:
     return best
 
 
-def splits_for(batch: int, kv_heads: int, device: torch.device) -> int:
+def splits_for(batch: int, kv_heads: int, device: torch.device, programs_per_sm: int = 2) -> int:
     """Programs that share the keys of one (row, KV head); from shapes and the SM count only.
 
     Args:
         batch: rows in the launch.
         kv_heads: KV heads.
         device: where the kernel runs; a fixed small count off the GPU.
+        programs_per_sm: those that fit an SM at once.
     """
     if device.type != "cuda":
         return _HOST_SPLITS
     index = torch.cuda.current_device() if device.index is None else device.index
-    slots = _sm_count(index) * _PROGRAMS_PER_SM - _PLACES_FOR_MERGE
-    return balanced_splits(max(batch * kv_heads, 1), slots)
+    slots = _sm_count(index) * programs_per_sm
+    if programs_per_sm > 1:
+        slots -= _PLACES_FOR_MERGE
+    pairs = max(batch * kv_heads, 1)
+    if programs_per_sm > 2 and slots // pairs * pairs > 0.6 * slots:
+        # small programs keep the memory busy without a full wave, and do not gain by a second one
+        return min(slots // pairs, _MAX_SPLITS)
+    return balanced_splits(pairs, slots)
 
 
 def extend_splits(programs: int, device: torch.device) -> int:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from typing import Any
@@ -160,13 +161,18 @@ def test_tiles_divide_blocks() -> None:
 
 def test_default_tiles_fit_the_shared_memory_of_an_h200() -> None:
     limit = 227 * 1024
+    many = (1, 64)
     for dtype in (torch.float32, torch.bfloat16):
         for dk in (16, 40, 64, 80, 96, 128, 192, 256):
             for dv in (16, 128, 256):
                 for kv in (dtype, torch.float16):
-                    c = decode_config(dtype, kv, dk, dv, 4)
                     width = config_module.next_power_of_2(dk) + config_module.next_power_of_2(dv)
-                    assert c.num_stages * c.block_n * width * kv.itemsize < limit
+                    for group, pairs, size in itertools.product((1, 4), many, (32, 256)):
+                        c = decode_config(dtype, kv, dk, dv, group, None, pairs, size)
+                        used = c.num_stages * c.block_n * width * kv.itemsize
+                        # products in fp32 take what they need
+                        half = kv == dtype == torch.bfloat16
+                        assert used * (c.programs_per_sm if half else 1) < limit
                     e = extend_config(dtype, kv, dk, dv, 4096, False)
                     used = e.num_stages * e.block_n * width * kv.itemsize
                     assert used + e.block_m * width * dtype.itemsize < limit
@@ -183,6 +189,18 @@ def test_splits_fill_the_last_wave(pairs: int) -> None:
 def test_splits_for_is_a_function_of_shapes() -> None:
     cpu = torch.device("cpu")
     assert triton_ops.splits_for(1, 8, cpu) == triton_ops.splits_for(64, 8, cpu) > 0
+
+
+def test_splits_follow_how_many_programs_fit_an_sm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_module, "_sm_count", lambda index: 132)
+    gpu = torch.device("cuda", 0)
+
+    def splits(pairs: int, per_sm: int) -> int:
+        return triton_ops.splits_for(pairs, 1, gpu, per_sm)
+
+    assert [splits(pairs, 1) for pairs in (64, 128, 512)] == [2, 1, 1]
+    assert [splits(pairs, 2) for pairs in (8, 4)] == [32, 65]
+    assert [splits(pairs, 3) for pairs in (32, 40, 256, 1)] == [12, 9, 1, 128]
 
 
 def test_import_needs_no_triton() -> None:
