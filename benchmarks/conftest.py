@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,15 @@ def pytest_configure(config: pytest.Config) -> None:
     storage = getattr(config.option, "benchmark_storage", None)
     if storage in ("file://./.benchmarks", "./.benchmarks"):
         config.option.benchmark_storage = RESULTS.as_uri()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    """Forget a benchmark that was stopped before it measured: the plugin would fail to write it."""
+    found = getattr(session.config, "_benchmarksession", None)
+    if found is not None:
+        found.benchmarks = [each for each in found.benchmarks if each.stats.data]
+    yield
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict) -> None:

@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kvpass.ops  # noqa: F401  # defines ops
+from benchmarks.models import LLAMA_8B, Shape
 from kvpass.config import FairnessConfig
 from kvpass.runtime.geometry import BlockGeometry
 from kvpass.runtime.manager import Manager
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, DIM = 32, 4096, 32, 8, 128
-MLP, VOCABULARY, BLOCK = 14336, 128256, 256
+BLOCK = 256
 DTYPE = torch.bfloat16
 GEOMETRY = BlockGeometry(KV_HEADS, DIM, DIM, DTYPE, BLOCK)
 FILL = 4096
@@ -30,22 +31,25 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Weights:
-    """Random weights, about 16 GB with all layers."""
+    """Random weights of a Llama, about 16 GB for that of 8B."""
 
-    def __init__(self, layers: int = LAYERS) -> None:
+    def __init__(self, shape: Shape = LLAMA_8B) -> None:
+        self.shape = shape
+        width = shape.heads * shape.dim
+
         def random(rows: int, columns: int) -> Tensor:
             return torch.randn(rows, columns, device="cuda", dtype=DTYPE) * columns**-0.5
 
         self.layers = [
             (
-                random((HEADS + 2 * KV_HEADS) * DIM, HIDDEN),
-                random(HIDDEN, HEADS * DIM),
-                random(2 * MLP, HIDDEN),
-                random(HIDDEN, MLP),
+                random(width + 2 * shape.kv_heads * shape.dim, shape.hidden),
+                random(shape.hidden, width),
+                random(2 * shape.mlp, shape.hidden),
+                random(shape.hidden, shape.mlp),
             )
-            for _ in range(layers)
+            for _ in range(shape.layers)
         ]
-        self.head = random(VOCABULARY, HIDDEN)
+        self.head = random(shape.vocabulary, shape.hidden)
 
     def step(self, x: Tensor, rows: Tensor) -> Tensor:
         """Logits ``[1, V]`` of one token ``[1, hidden]``, over the blocks of ``rows``."""
@@ -61,13 +65,14 @@ class Weights:
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         """Logits ``[B, V]`` of one token a sequence, ``[B, hidden]``."""
+        shape, norm = self.shape, (self.shape.hidden,)
         for layer, (qkv, out, up, down) in enumerate(self.layers):
-            h = F.linear(F.rms_norm(x, (HIDDEN,)), qkv).view(len(x), 1, -1, DIM).transpose(1, 2)
-            a = attend(layer, *h.split([HEADS, KV_HEADS, KV_HEADS], 1))
+            h = F.linear(F.rms_norm(x, norm), qkv).view(len(x), 1, -1, shape.dim).transpose(1, 2)
+            a = attend(layer, *h.split([shape.heads, shape.kv_heads, shape.kv_heads], 1))
             x = x + F.linear(a.transpose(1, 2).reshape(len(x), -1), out)
-            gate, value = F.linear(F.rms_norm(x, (HIDDEN,)), up).chunk(2, -1)
+            gate, value = F.linear(F.rms_norm(x, norm), up).chunk(2, -1)
             x = x + F.linear(F.silu(gate) * value, down)
-        return F.linear(F.rms_norm(x, (HIDDEN,)), self.head)
+        return F.linear(F.rms_norm(x, norm), self.head)
 
 
 class Sequence:

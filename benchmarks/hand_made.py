@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decode step that a specialist writes by hand: one CUDA graph, contiguous K and V, cuDNN.
 
-The products of an 8B Llama and its attention, in the shape of `decode_8b`; only the rotary
-positions are left out, which cost nothing beside the rest. Its keys and values lie in one tensor a
-layer, which is the fastest place for attention that knows no blocks.
+The products of a Llama and its attention, in the shape of `models`; only the rotary positions are
+left out, which cost nothing beside the rest. Its keys and values lie in one tensor a layer, which
+is the fastest place for attention that knows no blocks.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.decode_8b import DIM, DTYPE, HEADS, HIDDEN, KV_HEADS, VOCABULARY, Weights
-from benchmarks.llama_8b import LAYERS
+from benchmarks.decode_8b import DTYPE, Weights
+from benchmarks.models import SHAPE
 
 
 class HandMade:
@@ -29,11 +29,11 @@ class HandMade:
     """
 
     def __init__(self, batch: int, context: int) -> None:
-        self.weights = Weights(LAYERS)
-        size = (batch, KV_HEADS, context, DIM)
-        self.keys = [torch.randn(size, device="cuda", dtype=DTYPE) for _ in range(LAYERS)]
-        self.values = [torch.randn(size, device="cuda", dtype=DTYPE) for _ in range(LAYERS)]
-        self.embedding = torch.randn(VOCABULARY, HIDDEN, device="cuda", dtype=DTYPE)
+        self.weights = Weights(SHAPE)
+        size = (batch, SHAPE.kv_heads, context, SHAPE.dim)
+        self.keys = [torch.randn(size, device="cuda", dtype=DTYPE) for _ in range(SHAPE.layers)]
+        self.values = [torch.randn(size, device="cuda", dtype=DTYPE) for _ in range(SHAPE.layers)]
+        self.embedding = torch.randn(SHAPE.vocabulary, SHAPE.hidden, device="cuda", dtype=DTYPE)
         self.at = torch.tensor([context - 1], device="cuda")
         self.token = torch.zeros(batch, dtype=torch.long, device="cuda")
         side = torch.cuda.Stream()
@@ -50,7 +50,7 @@ class HandMade:
         self.keys[layer].index_copy_(2, self.at, k)
         self.values[layer].index_copy_(2, self.at, v)
         return F.scaled_dot_product_attention(
-            q, self.keys[layer], self.values[layer], enable_gqa=HEADS != KV_HEADS
+            q, self.keys[layer], self.values[layer], enable_gqa=SHAPE.heads != SHAPE.kv_heads
         )
 
     def _step(self) -> None:

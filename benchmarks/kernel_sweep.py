@@ -78,20 +78,23 @@ class Clock:
 class Problem:
     """Inputs of one shape, dense and as blocks in device memory, in a random order of slots."""
 
-    def __init__(self, shape: tuple[int, int, int, int], device: str = "cuda") -> None:
+    def __init__(
+        self, shape: tuple[int, int, int, int], device: str = "cuda", block: int = BLOCK
+    ) -> None:
+        self.block = block
         self.batch, self.heads, self.kv_heads, self.tokens = shape
         size = (self.batch, self.kv_heads, self.tokens, DIM)
         self.q = torch.randn(self.batch, self.heads, 1, DIM, device=device, dtype=DTYPE)
         self.k = torch.randn(size, device=device, dtype=DTYPE)
         self.v = torch.randn(size, device=device, dtype=DTYPE)
         self.bytes = 2 * self.k.numel() * self.k.element_size()
-        self.width = self.tokens // BLOCK
+        self.width = self.tokens // block
         self.count = self.batch * self.width
-        self.elems = block_elems(self.kv_heads, DIM, DIM, BLOCK)
+        self.elems = block_elems(self.kv_heads, DIM, DIM, block)
         pool = torch.empty(self.count * self.elems, dtype=DTYPE, device=device)
-        paged = pool.view(self.batch, self.width, self.kv_heads, BLOCK // 32, 2, 32 * DIM)
+        paged = pool.view(self.batch, self.width, self.kv_heads, block // 32, 2, 32 * DIM)
         for i, dense in enumerate((self.k, self.v)):
-            split = dense.view(self.batch, self.kv_heads, self.width, BLOCK // 32, 32 * DIM)
+            split = dense.view(self.batch, self.kv_heads, self.width, block // 32, 32 * DIM)
             paged[..., i, :] = split.transpose(1, 2)
         # a random order of slots, as a cache has after a while
         self.slot_of = torch.randperm(self.count, device=device)
@@ -113,7 +116,7 @@ class Problem:
         """One decode call; without a config, as kvpass calls it."""
         out = triton_ops.attend_decode(
             self.q, self.rows, self.row_base, self.row_len, kv_heads=self.kv_heads, head_dim_v=DIM,
-            block_size=BLOCK, scale=SCALE, config=config,
+            block_size=self.block, scale=SCALE, config=config,
             row_heat=self.row_heat if heat else None, max_blocks=self.width,
         )  # fmt: skip
         assert isinstance(out, torch.Tensor)

@@ -2,7 +2,7 @@
 """Run the benchmarks of a device, keep the result, and say whether a ratio dropped.
 
     python benchmarks/run.py cpu
-    python benchmarks/run.py gpu --out here.json       # or latent, migration, prefill, generate
+    python benchmarks/run.py gpu --out here.json       # or another of FILES
     python benchmarks/run.py cpu --compare benchmarks/results/decode-step-cpu-2026-01-31.json
 
 Arguments after `--` go to pytest, for example `-- -k "own or first"`.
@@ -15,6 +15,7 @@ import datetime
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,10 +26,12 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 BUSY = 0.25  # load average over cores
+STOPPED = (2, -signal.SIGINT)  # pytest's exit code after Ctrl-C, and of Python's end
 # device -> (file, start of the result's name)
 FILES = {
     "cpu": ("benchmarks/test_decode_step.py", "decode-step-cpu"),
     "gpu": ("benchmarks/test_attend_gpu.py", "attend-gpu"),
+    "blocks": ("benchmarks/test_blocks_gpu.py", "blocks-gpu"),
     "latent": ("benchmarks/test_latent_gpu.py", "latent-gpu"),
     "migration": ("benchmarks/test_migration_gpu.py", "migration-gpu"),
     "prefill": ("benchmarks/test_prefill_gpu.py", "prefill-gpu"),
@@ -67,8 +70,11 @@ def run(device: str, extra: list[str]) -> dict[str, Any]:
         command += ["-o", "addopts=--import-mode=importlib"]
         command += ["-W", "ignore::pytest.PytestConfigWarning"]  # of plugins that only tests need
         command += [f"--benchmark-json={out}", "--benchmark-columns=median,iqr,max,rounds", *extra]
-        code = subprocess.run(command, cwd=ROOT).returncode
-        if code:
+        with subprocess.Popen(command, cwd=ROOT) as process:
+            code = wait(process)
+        if code in STOPPED and out.exists():
+            print("warning: the run was stopped: the result holds what was measured before")
+        elif code:
             raise SystemExit(f"error: pytest ended with {code}, so no result is kept")
         if not out.exists():
             raise SystemExit(
@@ -77,6 +83,15 @@ def run(device: str, extra: list[str]) -> dict[str, Any]:
             )
         result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
         return result | {"load_average_before": load}
+
+
+def wait(process: subprocess.Popen[bytes]) -> int:
+    """Exit code of pytest, which ends by itself, with a result, where the user stops the run."""
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            continue
 
 
 def new_path(device: str) -> Path:

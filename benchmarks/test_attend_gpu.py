@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
 
 from benchmarks import ratios
 from triton_ops.reference import aligned_empty
@@ -42,9 +43,11 @@ BACKENDS = {
     "SDPA flash": SDPBackend.FLASH_ATTENTION,
     "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION,
 }
+FLEX = "flex_attention"
 # place -> (share of the blocks in host memory, ratio asked for)
 PLACES: dict[str, tuple[float, float | None]] = {
     "all hot": (0.0, 0.95),
+    "all hot, heat not counted": (0.0, None),
     "all in host memory": (1.0, 0.85),
     "half in host memory": (0.5, None),
 }
@@ -208,6 +211,36 @@ def test_copy_first(benchmark: Any, request: pytest.FixtureRequest) -> None:
     copy_rate(benchmark, request, "memcpy, first")
 
 
+@pytest.fixture(scope="module")
+def flex() -> Callable[[Problem], torch.Tensor]:
+    """flex_attention as torch.compile makes it, over contiguous K and V."""
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def call(problem: Problem) -> torch.Tensor:
+        found: torch.Tensor = compiled(
+            problem.q, problem.k, problem.v, scale=DIM**-0.5,
+            enable_gqa=problem.heads != problem.kv_heads,
+        )  # fmt: skip
+        return found
+
+    return call
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+def test_flex(
+    benchmark: Any,
+    request: pytest.FixtureRequest,
+    inputs: Inputs,
+    shape: Shape,
+    flex: Callable[[Problem], torch.Tensor],
+) -> None:
+    problems = inputs.take(shape)
+    group = benchmark.group = name_of(shape)
+    assert problems[0].error(flex(problems[0])) < TOLERANCE
+    measure(benchmark, problems, flex, "hbm", 1.0)
+    note(request, benchmark, group, FLEX, against="best SDPA")
+
+
 @pytest.mark.parametrize("what", [*BACKENDS, *PLACES])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
 def test_attend(
@@ -226,17 +259,18 @@ def test_attend(
         note(request, benchmark, group, what, against="best SDPA", is_reference=True)
         return
     share, target = PLACES[what]
+    counted = "not counted" not in what
     inputs.place(0.0)
     hot = problems[0].attend(heat=True)
     inputs.place(share)
     problems[0].heat.zero_()
-    out = problems[0].attend(heat=True)
+    out = problems[0].attend(heat=counted)
     assert problems[0].error(out) < TOLERANCE
     assert torch.equal(out, hot), "the place of the blocks changed the result"
     # Some block of each row has at least the mean share of the softmax.
-    assert bool((problems[0].heat.sum(1) > 0).all()), "heat was not counted"
+    assert bool((problems[0].heat.sum(1) > 0).all()) is counted, "heat was not counted, or was"
     kind = "link" if share else "hbm"
-    measure(benchmark, problems, lambda p: p.attend(heat=True), kind, share or 1.0)
+    measure(benchmark, problems, lambda p: p.attend(heat=counted), kind, share or 1.0)
     against = "memcpy" if share else "best SDPA"
     benchmark.extra_info.update(host_share=share, predicted_ratio=target)
     name = f"kvpass, {what}"

@@ -200,7 +200,7 @@ def test_splits_follow_how_many_programs_fit_an_sm(monkeypatch: pytest.MonkeyPat
 
     assert [splits(pairs, 1) for pairs in (64, 128, 512)] == [2, 1, 1]
     assert [splits(pairs, 2) for pairs in (8, 4)] == [32, 65]
-    assert [splits(pairs, 3) for pairs in (32, 40, 256, 1)] == [12, 9, 1, 128]
+    assert [splits(pairs, 3) for pairs in (32, 40, 160, 256, 1)] == [12, 9, 3, 1, 128]
 
 
 def test_import_needs_no_triton() -> None:
