@@ -45,7 +45,6 @@ def note(request: pytest.FixtureRequest, benchmark: Any, what: str, size: int, r
     """Keep a measurement for the table of ratios."""
     if benchmark.stats is None:
         return
-    name, reference = f"blocks of {size:,} tokens", f"{against}"
     line = ratios.Line(
         what,
         f"blocks of {size:,} tokens",
