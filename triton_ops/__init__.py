@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from triton_ops.attend_extend import ExtendConfig, attend_extend
     from triton_ops.attend_latent import LatentConfig, attend_latent
     from triton_ops.merge import merge
+    from triton_ops.stage import stage
     from triton_ops.tickets import Tickets
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "attend_latent",
     "merge",
     "splits_for",
+    "stage",
 ]
 
 _HOME = {
@@ -46,6 +48,7 @@ _HOME = {
     "attend_latent": "attend_latent",
     "merge": "merge",
     "splits_for": "attend_decode",
+    "stage": "stage",
 }
 
 

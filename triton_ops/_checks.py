@@ -148,6 +148,17 @@ def check_rows(
         check_table(name, tensor, dtype, device)
 
 
+def check_words(words: torch.Tensor, batch: int, device: torch.device) -> None:
+    """Check tables of block words, int64 `[B, W]`: dtype, shape, contiguity and device."""
+    if words.dtype != torch.int64 or words.device != device:
+        raise TypeError(f"tables of words must be int64 on {device}, got {words.dtype} on "
+                        f"{words.device}")  # fmt: skip
+    if words.dim() != 2 or words.shape[0] != batch or not words.is_contiguous():
+        raise ValueError(
+            f"tables of words must be [{batch}, W] contiguous, got {list(words.shape)}"
+        )
+
+
 def check_table(name: str, table: torch.Tensor, dtype: torch.dtype, device: torch.device) -> None:
     """Check one table vector: dtype, rank, contiguity and device."""
     if table.dtype != dtype:

@@ -80,7 +80,7 @@ def _decode_tile(
 
 @triton.jit(
     do_not_specialize=[
-        "new_tokens", "window", "sm_b", "mask_len", "sb_b", "sb_h", "bias_len", "max_tiles"
+        "new_tokens", "window", "sm_b", "mask_len", "sb_b", "sb_h", "bias_len", "max_tiles", "width"
     ]
 )  # fmt: skip
 def _decode_kernel(
@@ -112,6 +112,8 @@ def _decode_kernel(
     sb_t,
     bias_len,
     max_tiles,
+    words,
+    width,
     HKV: tl.constexpr,
     G: tl.constexpr,
     GP: tl.constexpr,
@@ -154,7 +156,11 @@ def _decode_kernel(
     i_safe = tl.maximum(i_row, 0)
     length = tl.where(i_row >= 0, tl.load(row_len + i_safe, mask=i_row >= 0, other=0), -new_tokens)
     length = length + new_tokens
-    p_words = tl.load(row_base + i_safe, mask=i_row >= 0, other=0).to(tl.pointer_type(tl.int64))
+    if words is None:
+        p_words = tl.load(row_base + i_safe, mask=i_row >= 0, other=0)
+        p_words = p_words.to(tl.pointer_type(tl.int64))
+    else:
+        p_words = words + i_b * width
     # [GP, DK]
     o_q = (i_h * G + o_g)[:, None] * sq_h + o_d.to(tl.int64)[None, :] * sq_d
     m_q = m_g[:, None] & (o_d < DK)[None, :]
@@ -239,6 +245,7 @@ def attend_decode(
     sinks: torch.Tensor | None = None,
     row_heat: torch.Tensor | None = None,
     max_blocks: int | None = None,
+    words: torch.Tensor | None = None,
     splits: int | None = None,
     return_lse: bool = False,
     new_tokens: int = 1,
@@ -276,6 +283,7 @@ def attend_decode(
             shares are of the keys' own sum, without the sink.
         max_blocks: block words in a table, needed with `row_heat`: lengths are known on the
             device only, and per-tile sums need a workspace. Blocks past it are not counted.
+        words: int64 `[B, W]`, tables of the rows to read instead of those of `row_base`.
         splits: programs a (row, KV head), default `splits_for`, and not more than a window has
             tiles.
         return_lse: also return the natural log of the sum of exponentials, sink included.
@@ -316,6 +324,8 @@ def attend_decode(
         _checks.check_table("row_heat", row_heat, torch.int64, q.device)
         if max_blocks is None or max_blocks <= 0:
             raise ValueError(f"row_heat needs max_blocks, a table's block words, got {max_blocks}")
+    if words is not None:
+        _checks.check_words(words, batch, q.device)
     if batch == 0:
         return (out, lse) if return_lse else out
 
@@ -370,6 +380,8 @@ def attend_decode(
             add.strides[3],
             add.length,
             max_tiles,
+            words,
+            0 if words is None else words.shape[1],
             HKV=kv_heads,
             G=group,
             GP=max(16, _checks.next_power_of_2(group)) if use_dot else 1,
