@@ -66,6 +66,7 @@ class Way:
     Attributes:
         count: tokens that are timed.
         hot: share of the KV cache in device memory, of kvpass.
+        ahead: whether cold blocks are copied a layer ahead rather than read in place.
         against: key of :data:`benchmarks.ratios.REFERENCES`.
         targets: ratio that is asked for, by context length.
     """
@@ -73,6 +74,7 @@ class Way:
     run: str
     count: int
     hot: float = 1.0
+    ahead: bool = False
     against: str = "transformers static"
     targets: tuple[tuple[int, float], ...] = ()
 
@@ -90,6 +92,11 @@ WAYS = {
     "stock generate, DynamicCache": Way("stock dynamic", 60),
     "kvpass.generate, all cold": Way("kvpass", 30, hot=0.0),
     "kvpass.generate, half cold": Way("kvpass", 40, hot=0.5),
+    "kvpass.generate, a tenth cold": Way("kvpass", 100, hot=0.9),
+    "kvpass.generate, all cold, read ahead": Way("kvpass", 30, hot=0.0, ahead=True),
+    "kvpass.generate, half cold, read ahead": Way("kvpass", 40, hot=0.5, ahead=True),
+    "kvpass.generate, a tenth cold, read ahead": Way("kvpass", 100, hot=0.9, ahead=True),
+    "kvpass.generate, read ahead": Way("kvpass", 200, ahead=True),
     DYNAMIC: Way("dynamic", 20),
     "transformers offloaded": Way("offloaded", 8),
     "transformers offloaded static": Way("offloaded static", 8),
@@ -131,21 +138,22 @@ class Bench:
 
     def __init__(self) -> None:
         self.model = make()
-        self.compiled = False
+        self.compiled = ""
 
-    def compile(self) -> None:
-        """Let kvpass compile it, once; ways of transformers come before."""
-        if not self.compiled:
+    def compile(self, ahead: bool) -> None:
+        """Let kvpass compile it, once for each way to read; ways of transformers come before."""
+        how = "ahead" if ahead else "in place"
+        if self.compiled != how:
             torch._dynamo.reset()
-            self.model.compile(backend=kvpass.backend)
-            self.compiled = True
+            self.model.compile(backend=kvpass.backend, options={"prefetch": ahead})
+            self.compiled = how
 
     def plain(self) -> None:
         """The model as transformers calls it."""
         if self.compiled:
             torch._dynamo.reset()
             self.model._compiled_call_impl = None
-            self.compiled = False
+            self.compiled = ""
 
     @torch.no_grad()
     def store(self, cache: Any, ids: Tensor) -> None:
@@ -229,7 +237,10 @@ def decode(way: Way, bench: Bench, context: int, batch: int) -> tuple[np.ndarray
 
         return HandMade(batch, context).intervals(count, WARM), {}
     mine = way.run in MINE
-    (bench.compile if mine else bench.plain)()
+    if mine:
+        bench.compile(way.ahead)
+    else:
+        bench.plain()
     peak = Peak()
     cache = cache_of(way, bench, batch, context + 4 * WARM + 2 * count)
     bench.store(cache, ids)
@@ -277,11 +288,13 @@ def decode(way: Way, bench: Bench, context: int, batch: int) -> tuple[np.ndarray
 
 
 def cells() -> Iterator[Any]:
-    """Those of kvpass come last: the model is compiled once for all of them."""
-    for mine in (False, True):
+    """Those of kvpass come last: the model is compiled once for all that read in the same way."""
+    for mine, ahead in ((False, False), (True, False), (True, True)):
         for context, batch in [*ONE, *MANY]:
             for name, way in WAYS.items():
-                if (way.run in MINE) is mine and (batch == 1 or name in BATCHED):
+                if (way.run in MINE, way.ahead) != (mine, ahead):
+                    continue
+                if batch == 1 or name in BATCHED:
                     yield pytest.param(context, batch, name, id=f"{context}x{batch}-{name}")
 
 

@@ -37,6 +37,7 @@ from kvpass.graph.report import (
     text_of,
 )
 from kvpass.graph.rewrite import keep_effects, rewrite
+from kvpass.graph.stage import stage_ahead
 from kvpass.runtime.locks import fork_safe_lock
 from kvpass.runtime.manager import Manager
 from kvpass.runtime.table import normalize
@@ -117,6 +118,8 @@ def backend(
     known = all(site.source.form == "tiered" for site in result.sites)  # each cache has its own
     tile = None if known else config.family(family).tile
     plan = rewrite(graph, result.sites, result.entry, config.memory.block_size, tile)
+    if config.attention.prefetch is True and all(x.device.type == "cuda" for x in plan.shapes):
+        stage_ahead(graph)
     plan.family = family
     for probe in plan.probes:
         probe.run = _module(gm, probe.graph).forward

@@ -15,6 +15,7 @@ from kvpass.runtime import directory
 from kvpass.runtime.batch import Batch
 from kvpass.runtime.capture import is_capturing
 from kvpass.runtime.prompt import LongStep
+from kvpass.runtime.staged import join
 from kvpass.runtime.table import tables_for
 
 
@@ -53,6 +54,7 @@ def attend(
     causal: bool,
     new_tokens: int,
     options: dict[str, Any],
+    staged: Tensor | None = None,
 ) -> Tensor:
     """Attention of n queries over the stored tokens and the new ones.
 
@@ -65,6 +67,7 @@ def attend(
         causal: query i sees positions up to ``stored + i``.
         new_tokens: m.
         options: of both kernels, by name.
+        staged: buffer in which cold blocks of this layer were begun to be staged.
 
     Returns:
         ``[B, Hq, n, Dv]``.
@@ -73,6 +76,7 @@ def attend(
 
     tables = tables_for(q.device)
     batch = directory.batch_at(rows)
+    words = join(staged, len(q))
     out: Any
     if q.shape[2] == 1:
         with joined(batch, before=True):  # one query may see many new keys, as of cross attention
@@ -84,6 +88,7 @@ def attend(
                 new_tokens=new_tokens,
                 row_heat=tables.heat,
                 max_blocks=tables.max_blocks,
+                words=words,
                 **options,
             )
         return out

@@ -12,12 +12,14 @@ rows of a batch. Their effects are ordered by data: ``attend`` consumes the toke
 returns.
 
 - ``append(k, v, rows, layer, block_size) -> token``
+- ``stage(token, rows, layer, block_size, block_bytes, window, chunk) -> buffer``: begin to copy the
+  cold blocks of a layer that attends next, see :mod:`kvpass.runtime.staged`.
 - ``attend(q, k_new, v_new, token, rows, layer, block_size, scale, causal, kv_mask, bias, softcap,
-  window, sinks, kv_heads, head_dim_v, chunk, tile) -> out``, ``[B, Hq, n, Dv]`` laid out as
-  ``[B, n, Hq, Dv]`` in memory: n queries over the stored tokens and m new ones. Without ``k_new``,
-  ``v_new`` and ``token`` (cross attention after its first step) the stored ones are all, in the
-  dtype of ``q``; only then are ``kv_heads`` and ``head_dim_v`` read. Meaning of the rest:
-  ``cpu_ops.attend``.
+  window, sinks, kv_heads, head_dim_v, chunk, tile, staged, following) -> out``, ``[B, Hq, n, Dv]``
+  laid out as ``[B, n, Hq, Dv]`` in memory: n queries over the stored tokens and m new ones. Without
+  ``k_new``, ``v_new`` and ``token`` (cross attention after its first step) the stored ones are all,
+  in the dtype of ``q``; only then are ``kv_heads`` and ``head_dim_v`` read. ``staged`` is its own
+  layer's buffer, ``following`` one that is begun before. The rest: ``cpu_ops.attend``.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from torch import Tensor
 from kvpass import cpu_ops, gpu_ops
 from kvpass.errors import ShapeError, UnsupportedError
 from kvpass.runtime import directory
+from kvpass.runtime.staged import buffer_bytes, start
 from triton_ops._checks import (
     NewKeys,
     group_size,
@@ -54,7 +57,11 @@ _LIBRARY.define(
     "attend(Tensor q, Tensor? k_new, Tensor? v_new, Tensor? token, Tensor rows, int layer,"
     " int block_size, float scale, bool causal, Tensor? kv_mask, Tensor? bias,"
     " float softcap=0.0, int window=0, Tensor? sinks=None, int kv_heads=0, int head_dim_v=0,"
-    " int chunk=0, int[]? tile=None) -> Tensor"
+    " int chunk=0, int[]? tile=None, Tensor? staged=None, Tensor? following=None) -> Tensor"
+)
+_LIBRARY.define(
+    "stage(Tensor token, Tensor rows, int layer, int block_size, int block_bytes, int window,"
+    " int chunk) -> Tensor"
 )
 
 
@@ -87,6 +94,8 @@ def _attend_cpu(
     head_dim_v: int = 0,
     chunk: int = 0,
     tile: Sequence[int] | None = None,
+    staged: Tensor | None = None,
+    following: Tensor | None = None,
 ) -> Tensor:
     new = _check(
         q, k_new, v_new, token, scale, causal, softcap, window, chunk, sinks, kv_heads, head_dim_v
@@ -133,6 +142,8 @@ def _attend_cuda(
     head_dim_v: int = 0,
     chunk: int = 0,
     tile: Sequence[int] | None = None,
+    staged: Tensor | None = None,
+    following: Tensor | None = None,
 ) -> Tensor:
     new = _check(
         q, k_new, v_new, token, scale, causal, softcap, window, chunk, sinks, kv_heads, head_dim_v
@@ -151,8 +162,34 @@ def _attend_cuda(
         "kv_dtype": new.dtype,
         "tile": tile,
     }
-    out = gpu_ops.attend(q, k_new, v_new, rows, layer, causal, new.tokens, options)
+    out = gpu_ops.attend(q, k_new, v_new, rows, layer, causal, new.tokens, options, staged)
     return token_major(out)
+
+
+def _stage_cpu(
+    token: Tensor,
+    rows: Tensor,
+    layer: int,
+    block_size: int,
+    block_bytes: int,
+    window: int,
+    chunk: int,
+) -> Tensor:
+    return rows.new_empty(buffer_bytes(rows.shape[1]), dtype=torch.uint8)
+
+
+def _stage_cuda(
+    token: Tensor,
+    rows: Tensor,
+    layer: int,
+    block_size: int,
+    block_bytes: int,
+    window: int,
+    chunk: int,
+) -> Tensor:
+    buffer = rows.new_empty(buffer_bytes(rows.shape[1]), dtype=torch.uint8)
+    start(buffer, rows, layer, block_size, block_bytes, window, chunk)
+    return buffer
 
 
 def _check(
@@ -234,6 +271,8 @@ def _attend_fake(
     head_dim_v: int = 0,
     chunk: int = 0,
     tile: Sequence[int] | None = None,
+    staged: Tensor | None = None,
+    following: Tensor | None = None,
 ) -> Tensor:
     return empty_output(q, head_dim_v if v_new is None else v_new.shape[3])
 
@@ -292,6 +331,8 @@ _LIBRARY.impl("append", _append_cpu, "CPU")
 _LIBRARY.impl("attend", _attend_cpu, "CPU")
 _LIBRARY.impl("append", _append_cuda, "CUDA")
 _LIBRARY.impl("attend", _attend_cuda, "CUDA")
+_LIBRARY.impl("stage", _stage_cpu, "CPU")
+_LIBRARY.impl("stage", _stage_cuda, "CUDA")
 # Below a frame that Dynamo gave up on, it would compile the runtime that these call.
 _LIBRARY.impl("cache_update", torch._dynamo.disable(_cache_update), "CPU")
 _LIBRARY.impl("cache_update", torch._dynamo.disable(_cache_update), "CUDA")
@@ -299,6 +340,7 @@ _LIBRARY.impl("materialize", torch._dynamo.disable(_materialize), "CPU")
 
 torch.library.register_fake("kvpass::append", _append_fake, lib=_LIBRARY)
 torch.library.register_fake("kvpass::attend", _attend_fake, lib=_LIBRARY)
+torch.library.register_fake("kvpass::stage", _stage_cpu, lib=_LIBRARY)
 torch.library.register_fake("kvpass::cache_update", _cache_update_fake, lib=_LIBRARY)
 torch.library.register_fake("kvpass::materialize", _materialize_fake, lib=_LIBRARY)
 

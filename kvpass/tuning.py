@@ -69,7 +69,7 @@ def read_ahead(config: Config, model_type: str) -> ReadAhead:
     attention = config.attention
     return ReadAhead(
         distance=PREFETCH_DISTANCE if distance is None else distance,
-        lookahead=attention.lookahead if attention.prefetch else 0,
+        lookahead=attention.lookahead if attention.prefetch is not False else 0,
     )
 
 
@@ -85,6 +85,9 @@ def tune(batch: Batch, config: Config, model_type: str) -> None:
         batch.ahead = read_ahead(config, model_type)
     else:
         _warn_of_prefetch(tuple(prefetch_options(config, model_type)))
+        written = config.written("attention.prefetch")
+        if written is not None and written.origin == "keyword argument":
+            _warn_of_backend(str(written))
 
 
 @cache
@@ -106,7 +109,6 @@ def prefetch_options(config: Config, model_type: str) -> Sequence[str]:
     """The options of reading ahead that were set, for this family, as they were written."""
     families = (family_name(model_type), DEFAULT)
     options = (
-        "attention.prefetch",
         "attention.lookahead",
         *(f"optimizations.{family}.prefetch_distance" for family in dict.fromkeys(families)),
     )
@@ -118,7 +120,15 @@ def _warn_of_prefetch(given: tuple[str, ...]) -> None:
     """Once for the same options."""
     if given:
         warn_user(
-            f"{', '.join(given)}: without effect on a GPU in this version: a token reads cold "
-            "blocks in place, a prompt has them copied a layer ahead; on a CPU they are read ahead "
-            "from disk"
+            f"{', '.join(given)}: without effect on a GPU, where cold blocks are copied one layer "
+            "ahead or read in place; on a CPU they are read ahead from disk"
         )
+
+
+@cache
+def _warn_of_backend(given: str) -> None:
+    """Once for the same option."""
+    warn_user(
+        f"{given}: without effect on a GPU as an option of a cache: there compiled steps read "
+        "ahead where the backend was told so, options={'prefetch': True}"
+    )

@@ -115,7 +115,13 @@ def test_reading_ahead_on_a_gpu_is_said_to_have_no_effect() -> None:
         warnings.simplefilter("error")
         tuning.tune(batch, Config(), "llama")
         tuning.tune(batch, Config(**FAMILIES), "qwen2")
-    for options in (FAMILIES, {"prefetch": False}, {"lookahead": 2}):
+    with pytest.warns(KVPassWarning, match=r"the backend was told so, options="):
+        tuning.tune(batch, Config(prefetch=True), "llama")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        given = Config.load(origin="options= of torch.compile", prefetch=True)
+        tuning.tune(batch, given, "llama")
+    for options in (FAMILIES, {"lookahead": 2}):
         with pytest.warns(KVPassWarning, match="without effect on a GPU"):
             tuning.tune(batch, Config(**options), "llama")
         with warnings.catch_warnings():

@@ -13,9 +13,7 @@ import triton
 import triton.language as tl
 
 from triton_ops import _checks
-
-COLD = 8
-"""Bit of a block word that says: in host memory. The three below are the encoding."""
+from triton_ops.words import COLD
 
 PROGRAMS = 32
 """That copy: enough to fill the link, few enough to leave the SMs to the model."""

@@ -213,7 +213,7 @@ def keep_effects(graph: fx.Graph) -> int:
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
     if not isinstance(output.args[0], (tuple, list)):
         return 0
-    live = _ancestors([output])
+    live = ancestors([output])
     extra: list[fx.Node] = []
     for node in graph.nodes:
         if node in live or node.op != "call_function":
@@ -388,7 +388,8 @@ def _positions(returned: list[Any] | None, node: fx.Node | None) -> tuple[int, .
     return tuple(i for i, value in enumerate(returned) if value is node)
 
 
-def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes, and all that they are computed from."""
     seen: set[fx.Node] = set()
     stack = list(nodes)
     while stack:
@@ -413,7 +414,7 @@ def _gone(site: AttentionSite, erased: set[fx.Node]) -> tuple[str, ...]:
 def _erase_dead(graph: fx.Graph, sites: list[AttentionSite]) -> set[fx.Node]:
     """Erase what only the replaced attentions used; ops with effects always stay."""
     erased: set[fx.Node] = set()
-    candidates = _ancestors(
+    candidates = ancestors(
         node
         for site in sites
         for node in (

@@ -24,6 +24,7 @@ from kvpass.runtime.service import Service
 from kvpass.runtime.table import MAX_LAYERS, RowTables
 from kvpass.sizes import format_size
 from triton_ops.tickets import UNCHECKED
+from triton_ops.words import COLD
 
 STAGING_BUFFERS = 4
 """Pinned copies of a table that may be on their way to the device at once."""
@@ -131,6 +132,11 @@ class Block:
         return slot
 
     @property
+    def word(self) -> int:
+        """What tables say of it: the address of the copy that readers use, and its tier."""
+        return self.slot.address | (0 if self.hot is not None else COLD)
+
+    @property
     def k(self) -> torch.Tensor:
         """Keys, ``[kv_heads * pages, 32, head_dim]``: a view of the copy in use."""
         return self._parts()[0]
@@ -150,10 +156,10 @@ class Block:
 
     def publish(self) -> None:
         """Make every table that names this block name the copy in use."""
-        slot = self.slot
+        word = self.word
         self._views = None
         for batch, layer, sequence, index in self.owners:
-            batch.words[layer, sequence, index] = slot.address
+            batch.words[layer, sequence, index] = word
             batch.dirty = True
 
 

@@ -76,7 +76,7 @@ def _check_words(batches: list[Batch]) -> None:
             stored = batch.lengths[layer]
             for sequence, row in enumerate(rows):
                 assert len(row) * batch.block_size >= stored, "a stored token has no block"
-                addresses = [block.slot.address for block in row]
+                addresses = [block.word for block in row]
                 words = batch.words[layer, sequence].tolist()
                 assert words[: len(row)] == addresses, "a table word names another place"
                 assert not any(words[len(row) :]), "a table word names a block that is gone"

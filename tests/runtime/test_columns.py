@@ -81,7 +81,7 @@ def agree(manager: Manager, batches: list[Batch]) -> None:
             for sequence, row in enumerate(sequences):
                 for i, block in enumerate(row):
                     named[layer, sequence, i] = block.id
-                    assert batch.words[layer, sequence, i] == block.slot.address
+                    assert batch.words[layer, sequence, i] == block.word
                     assert (batch, layer, sequence, i) in block.owners
                     assert block.index == i
                     assert blocks.setdefault(block.id, block) is block, "one id, one block"

@@ -391,7 +391,7 @@ def test_a_load_that_is_published_half_way_names_the_old_copy_everywhere(monkeyp
             publish(self)
             return
         batch, layer, sequence, index = self.owners[0]
-        batch.words[layer, sequence, index] = self.slot.address
+        batch.words[layer, sequence, index] = self.word
         raise OSError("no table")
 
     monkeypatch.setattr(Block, "publish", half)
@@ -400,7 +400,7 @@ def test_a_load_that_is_published_half_way_names_the_old_copy_everywhere(monkeyp
     monkeypatch.undo()
     assert driver.manager.counters.failed_moves == 1
     words = {int(batch.words[0, 0, 0]) for batch in (driver.batch, fork)}
-    assert words == {block.cold.address} and block.hot is None
+    assert words == {block.word} and block.hot is None
     invariants.check(driver.manager, [driver.batch, fork])
     driver.check()
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import triton_ops
 from tests.triton_ops.paged import ragged, row_ids
 from triton_ops.reference import Tables, aligned_empty, block_elems, place_rows
-from triton_ops.stage import COLD
+from triton_ops.words import COLD
 
 BLOCK = 32
 

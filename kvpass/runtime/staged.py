@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode steps on a GPU: cold blocks of the next layer come while this one computes.
+
+A kernel that reads cold blocks in place leaves the link idle while the model computes anything but
+attention. With staging, a few programs on a stream of their own copy cold blocks of the layer that
+attends next, as many as fit a buffer, and make tables that name the copies. Nothing of it is known
+to the host, so a captured graph does it at every replay, wherever the blocks are by then.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass.runtime import directory
+from kvpass.runtime.capture import is_capturing
+from kvpass.runtime.table import tables_for
+
+COPIES = 32 << 20
+"""Bytes of one layer's copies: more than a link brings while a layer of a decode step computes."""
+
+WIDTH = 4096
+"""Words of a table that can be staged: those of a million tokens in blocks of 256."""
+
+
+_coming: dict[int, tuple[int, Any]] = {}
+"""Address of a buffer to the width of its tables and the event behind its copies."""
+
+
+@functools.cache
+def _side(device: torch.device, main: int) -> Any:
+    """A stream beside the one with this handle.
+
+    Each has its own, for a stream that is being captured must not get the work of others; streams
+    of high priority come from a pool that is used for little else.
+    """
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def buffer_bytes(size: Any) -> Any:
+    """Bytes of the buffer for ``size`` sequences."""
+    return COPIES + size * WIDTH * 8
+
+
+def start(
+    buffer: Tensor,
+    rows: Tensor,
+    layer: int,
+    block_size: int,
+    block_bytes: int,
+    window: int,
+    chunk: int,
+) -> None:
+    """Begin to stage a layer; nothing happens where there is no cold block, or no room.
+
+    Args:
+        buffer: uint8 ``[buffer_bytes(B)]``, which names the copies later, in :func:`join`.
+        rows: int32 ``[MAX_LAYERS, B]``.
+        layer: that attends next.
+        block_size: tokens of its blocks.
+        block_bytes: bytes of one.
+        window: tokens that the step's token sees, itself among them; 0 = all.
+        chunk: of positions that it sees; 0 = all.
+    """
+    import triton_ops
+
+    device = rows.device
+    tables = tables_for(device)
+    size, width = rows.shape[1], tables.max_blocks
+    _coming.pop(buffer.data_ptr(), None)  # of a step that failed
+    if not size or width > WIDTH or COPIES // block_bytes < size:
+        return
+    capturing = is_capturing(device)
+    batch = directory.batch_at(rows)
+    if batch is not None and not batch.cold_bytes and not capturing:
+        return
+    copies, table = buffer[:COPIES], _table(buffer, size, width)
+    stage = functools.partial(
+        triton_ops.stage,
+        rows[layer],
+        tables.base,
+        tables.length,
+        copies,
+        table,
+        block_size=block_size,
+        block_bytes=block_bytes,
+        window=window,
+        chunk=chunk,
+    )
+    event = None
+    if device.type == "cuda":
+        main = torch.cuda.current_stream(device)
+        stream = _side(device, main.cuda_stream)
+        stream.wait_stream(main)
+        with torch.cuda.stream(stream):
+            stage()
+            event = stream.record_event()
+        if not capturing:
+            buffer.record_stream(stream)  # in case nobody attends, and it is freed
+    else:
+        stage()
+    _coming[buffer.data_ptr()] = width, event
+
+
+def join(buffer: Tensor | None, size: int) -> Tensor | None:
+    """Wait for what was begun in a buffer.
+
+    Args:
+        buffer: of :func:`start`, or None.
+        size: sequences (B).
+
+    Returns:
+        Tables of words, int64 ``[B, W]``, for what is launched from here on; None: nothing was
+        staged, and blocks are read in place.
+    """
+    found = None if buffer is None else _coming.pop(buffer.data_ptr(), None)
+    if buffer is None or found is None:
+        return None
+    width, event = found
+    if event is not None:
+        torch.cuda.current_stream(buffer.device).wait_event(event)
+    return _table(buffer, size, width)
+
+
+def _table(buffer: Tensor, size: int, width: int) -> Tensor:
+    return buffer[COPIES : COPIES + size * width * 8].view(torch.int64).view(size, width)
