@@ -15,7 +15,7 @@ from kvpass import backends
 from kvpass.graph.stage import stage_ahead
 from kvpass.runtime import staged
 from tests.long_steps import chunk, token, worst
-from tests.models import compile_with, generate, prompt, tiered, tiny
+from tests.models import OPTIONS, compile_with, generate, prompt, tiered, tiny
 from tests.runtime.harness import Driver
 
 SMALL = {"hot": "16KiB", "resident_tokens": 0}
@@ -164,6 +164,28 @@ def test_each_layer_stages_the_next(graphs, name, inner):
         assert [nodes["stage", layer].args[5] for layer in (1, 2)] == [0, 40]
     heads, dim = 2, 16
     assert nodes["stage", 1].args[4] == heads * 2 * dim * 4 * 32
+
+
+@pytest.mark.parametrize(("new", "count"), [(1, 1), (5, 0)])
+def test_one_query_over_many_new_keys_is_not_staged(graphs, new, count):
+    """They may fill blocks that the tables of a staged layer do not name."""
+
+    class Model(torch.nn.Module):
+        num_hidden_layers = 2
+
+        def forward(self, q, x, cache):
+            for layer in range(2):
+                k, v = cache.update(x, x, layer)
+                q = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+            return q
+
+    model = Model().eval()
+    compile_with(model)
+    cache = kvpass.TieredCache(model, 100, **OPTIONS)
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.randn(1, 2, 1, 16), torch.randn(1, 2, new, 16), cache)
+    assert graphs[-1].count == count
 
 
 def test_prompts_and_defaults_stage_nothing(monkeypatch):

@@ -65,6 +65,8 @@ def stage_ahead(graph: fx.Graph) -> int:
 
 
 def _is_step(arguments: tuple[Any, ...]) -> bool:
-    """Whether an attention is of one query behind its own append."""
-    queries = example(arguments[_QUERY]).shape[2]
-    return isinstance(queries, int) and queries == 1 and arguments[_TOKEN] is not None
+    """Whether an attention is of one query behind the append of one token."""
+    if arguments[_TOKEN] is None:
+        return False
+    queries, keys = (example(arguments[at]).shape[2] for at in (_QUERY, _KEYS))
+    return all(isinstance(tokens, int) and tokens == 1 for tokens in (queries, keys))
