@@ -43,6 +43,7 @@ from kvpass.runtime.manager import Manager
 from kvpass.runtime.table import normalize
 from kvpass.step import RewrittenGraph, with_memory
 from kvpass.step.replay import Capture, CudaCapture, Replayer
+from kvpass.tuning import ORIGIN, stages
 from kvpass.warn import warn_user
 
 Graphs = bool | Literal["auto"]
@@ -80,7 +81,7 @@ def backend(
     """
     if kwargs:
         raise TypeError(f"kvpass.backend got unknown arguments {sorted(kwargs)}; use options={{}}")
-    config = Config.load(origin="options= of torch.compile", **dict(options or {}))
+    config = Config.load(origin=ORIGIN, **dict(options or {}))
     graphs: Graphs = config.cuda_graphs
     if graphs == "auto" and mode == "reduce-overhead":
         graphs = True
@@ -118,7 +119,7 @@ def backend(
     known = all(site.source.form == "tiered" for site in result.sites)  # each cache has its own
     tile = None if known else config.family(family).tile
     plan = rewrite(graph, result.sites, result.entry, config.memory.block_size, tile)
-    if config.attention.prefetch is True and all(x.device.type == "cuda" for x in plan.shapes):
+    if stages(config) and all(shape.device.type == "cuda" for shape in plan.shapes):
         stage_ahead(graph)
     plan.family = family
     for probe in plan.probes:
@@ -145,7 +146,7 @@ def _compile_step(
     devices = {shape.device for shape in plan.shapes}
     capture = capture_for(*devices) if graphs and len(devices) == 1 else None
     prelude = None
-    if capture is not None and plan.is_decode:
+    if capture is not None and plan.is_decode and not plan.begins:
         try:
             prelude = cut(graph, plan.batch_symbols, *devices)
         except GrowsWithLength as reason:

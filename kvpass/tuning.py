@@ -17,6 +17,8 @@ from kvpass.runtime.readahead import ReadAhead
 from kvpass.warn import warn_user
 
 PREFETCH_DISTANCE = 4
+ORIGIN = "options= of torch.compile"
+"""Where the backend's own options are written."""
 """Cold blocks ahead where no family says otherwise."""
 EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 """Attributes of a model's config that hold the experts of a mixture."""
@@ -71,6 +73,15 @@ def read_ahead(config: Config, model_type: str) -> ReadAhead:
         distance=PREFETCH_DISTANCE if distance is None else distance,
         lookahead=attention.lookahead if attention.prefetch is not False else 0,
     )
+
+
+def stages(config: Config) -> bool:
+    """Whether decode steps on a GPU copy the next layer's cold blocks.
+
+    Only where the backend was told so: a file that says ``prefetch: true`` means a CPU's disk.
+    """
+    written = config.written("attention.prefetch")
+    return config.attention.prefetch is True and written is not None and written.origin == ORIGIN
 
 
 def tune(batch: Batch, config: Config, model_type: str) -> None:

@@ -329,5 +329,5 @@ def test_existing_callers_stay_valid():
     defaults = [(a.name, a.default_value) for a in schema.arguments if a.has_default_value()]
     assert defaults == [
         ("softcap", 0.0), ("window", 0), ("sinks", None), ("kv_heads", 0), ("head_dim_v", 0),
-        ("chunk", 0), ("tile", None),
+        ("chunk", 0), ("tile", None), ("staged", None), ("following", None),
     ]  # fmt: skip

@@ -114,6 +114,36 @@ def test_an_unmodified_dynamic_cache_is_served_too(hand):
     assert hand.captured == 1 and hand.replayed >= 30
 
 
+def test_short_prompts_are_no_steps(hand):
+    """Their attention is another kernel's, where nothing is stored, than a replay's would be."""
+    model = tiny("llama")
+    compile_with(model)
+    ids, _ = prompt(1, 10)
+    with torch.no_grad():
+        for _ in range(5):
+            model(ids, past_key_values=tiered(model))
+            model(ids)
+    assert hand.captured == 0
+
+
+def test_casts_are_part_of_a_capture(hand, monkeypatch):
+    """Those of a block of autocast are freed behind it, and a replay would read them there."""
+    model = tiny("gpt2")
+    compile_with(model)
+    seen = []
+    real = hand.capture
+    monkeypatch.setattr(
+        hand,
+        "capture",
+        lambda run: [seen.append(torch.is_autocast_cache_enabled()), real(run)][1],
+    )
+    ids, mask = prompt(1, 20)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        generate(model, ids, mask, 6, past_key_values=tiered(model))
+        assert torch.is_autocast_cache_enabled()
+    assert seen == [False]
+
+
 def test_the_option_switches_graphs_off(hand, monkeypatch):
     model = tiny("llama")
     monkeypatch.setenv("KVPASS_INNER", "eager")

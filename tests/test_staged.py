@@ -14,6 +14,7 @@ import triton_ops
 from kvpass import backends
 from kvpass.graph.stage import stage_ahead
 from kvpass.runtime import staged
+from kvpass.tuning import ORIGIN, stages
 from tests.long_steps import chunk, token, worst
 from tests.models import OPTIONS, compile_with, generate, prompt, tiered, tiny
 from tests.runtime.harness import Driver
@@ -48,7 +49,7 @@ def test_staged_steps_are_right_to_the_bit(attends):
         driver.check()
         tables = [words is not None for words in attends]
         assert tables == [False, ahead, ahead] * 8
-        assert not staged._coming
+        assert not any(staged._coming.values())
     for plain, early in zip(*outs, strict=True):
         assert all(torch.equal(a, b) for (a, _), (b, _) in zip(plain, early, strict=True))
 
@@ -111,9 +112,10 @@ def test_a_step_that_fails_leaves_nothing_to_the_next(attends, monkeypatch):
         patch.setattr(triton_ops, "attend_decode", fail)
         with pytest.raises(RuntimeError, match="no kernel"):
             token(driver, staged=True)
-    assert len(staged._coming) <= 1
+    assert sum(map(len, staged._coming.values())) == 1
     for _ in range(3):
         assert worst(token(driver, staged=True)) < 1e-5
+    staged._coming.clear()
 
 
 # ------------------------------------------------------------------ what graphs ask for
@@ -186,6 +188,16 @@ def test_one_query_over_many_new_keys_is_not_staged(graphs, new, count):
         for _ in range(3):
             model(torch.randn(1, 2, 1, 16), torch.randn(1, 2, new, 16), cache)
     assert graphs[-1].count == count
+
+
+def test_only_the_backends_own_option_stages(monkeypatch, tmp_path):
+    """A file may say so for a CPU, as the example of the README does."""
+    assert not stages(kvpass.Config())
+    assert not stages(kvpass.Config(prefetch=True))
+    monkeypatch.setenv("KVPASS_PREFETCH", "true")
+    assert not stages(kvpass.Config.load())
+    assert stages(kvpass.Config.load(origin=ORIGIN, prefetch=True))
+    assert not stages(kvpass.Config.load(origin=ORIGIN, prefetch=False))
 
 
 def test_prompts_and_defaults_stage_nothing(monkeypatch):

@@ -156,11 +156,12 @@ def _decode_kernel(
     i_safe = tl.maximum(i_row, 0)
     length = tl.where(i_row >= 0, tl.load(row_len + i_safe, mask=i_row >= 0, other=0), -new_tokens)
     length = length + new_tokens
-    if words is None:
-        p_words = tl.load(row_base + i_safe, mask=i_row >= 0, other=0)
-        p_words = p_words.to(tl.pointer_type(tl.int64))
-    else:
-        p_words = words + i_b * width
+    table = tl.load(row_base + i_safe, mask=i_row >= 0, other=0)
+    if words is not None:
+        # a row that has outgrown them, as in a graph captured before, is read through its own
+        fits = length <= width * BLOCK
+        table = tl.where(fits, (words + i_b * width).to(tl.int64), table)
+    p_words = table.to(tl.pointer_type(tl.int64))
     # [GP, DK]
     o_q = (i_h * G + o_g)[:, None] * sq_h + o_d.to(tl.int64)[None, :] * sq_d
     m_q = m_g[:, None] & (o_d < DK)[None, :]
@@ -283,7 +284,8 @@ def attend_decode(
             shares are of the keys' own sum, without the sink.
         max_blocks: block words in a table, needed with `row_heat`: lengths are known on the
             device only, and per-tile sums need a workspace. Blocks past it are not counted.
-        words: int64 `[B, W]`, tables of the rows to read instead of those of `row_base`.
+        words: int64 `[B, W]`, tables to read instead of those of `row_base`, for rows of at most
+            W blocks.
         splits: programs a (row, KV head), default `splits_for`, and not more than a window has
             tiles.
         return_lse: also return the natural log of the sum of exponentials, sink included.

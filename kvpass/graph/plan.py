@@ -144,6 +144,13 @@ class Plan:
         )
 
     @property
+    def begins(self) -> bool:
+        """Whether no call finds anything stored: a prompt, of which the next token is another."""
+        tiered = [shape.past for group in self.tiered for shape in group.layers.values()]
+        passed = [site.past_k for sites in self.functional for site in sites]
+        return all(past == 0 for past in tiered) and all(past is None for past in passed)
+
+    @property
     def batch_symbols(self) -> set[Any]:
         """Symbols of the number of sequences."""
         symbolic = [shape.batch for shape in self.shapes if not isinstance(shape.batch, int)]

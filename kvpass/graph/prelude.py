@@ -65,7 +65,7 @@ def cut(graph: fx.Graph, fixed: Set[Any], device: torch.device) -> Prelude:
         device: where the step runs.
 
     Raises:
-        GrowsWithLength: the rest would not have fixed shapes; the graph is as it was.
+        GrowsWithLength: the rest would not have fixed shapes; the graph computes what it did.
     """
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     output = next(node for node in reversed(graph.nodes) if node.op == "output")

@@ -10,6 +10,7 @@ to the host, so a captured graph does it at every replay, wherever the blocks ar
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,8 +27,29 @@ WIDTH = 4096
 """Words of a table that can be staged: those of a million tokens in blocks of 256."""
 
 
-_coming: dict[int, tuple[int, Any]] = {}
-"""Address of a buffer to the width of its tables and the event behind its copies."""
+@dataclass(eq=False)
+class _Staged:
+    """Copies on their way.
+
+    Attributes:
+        buffer: in which they are, held until it is joined: the stream that writes it is not the one
+            whose memory it is.
+        width: words of its tables.
+        event: behind the copies; None where there are no streams.
+        captured: whether a graph does it.
+    """
+
+    buffer: Tensor
+    width: int
+    event: Any
+    captured: bool
+
+
+_coming: dict[Any, list[_Staged]] = {}
+"""By the stream that attends; of each of them one thread launches."""
+
+_MOST = 4
+"""Layers that are staged and not joined: two in a sequence of layers, more are of failed steps."""
 
 
 @functools.cache
@@ -70,7 +92,6 @@ def start(
     device = rows.device
     tables = tables_for(device)
     size, width = rows.shape[1], tables.max_blocks
-    _coming.pop(buffer.data_ptr(), None)  # of a step that failed
     if not size or width > WIDTH or COPIES // block_bytes < size:
         return
     capturing = is_capturing(device)
@@ -90,6 +111,9 @@ def start(
         window=window,
         chunk=chunk,
     )
+    waiting = _coming.setdefault(_key(device), [])
+    while len(waiting) >= _MOST:
+        _wait(waiting.pop(0))
     event = None
     if device.type == "cuda":
         main = torch.cuda.current_stream(device)
@@ -98,11 +122,9 @@ def start(
         with torch.cuda.stream(stream):
             stage()
             event = stream.record_event()
-        if not capturing:
-            buffer.record_stream(stream)  # in case nobody attends, and it is freed
     else:
         stage()
-    _coming[buffer.data_ptr()] = width, event
+    waiting.append(_Staged(buffer, width, event, capturing))
 
 
 def join(buffer: Tensor | None, size: int) -> Tensor | None:
@@ -116,13 +138,24 @@ def join(buffer: Tensor | None, size: int) -> Tensor | None:
         Tables of words, int64 ``[B, W]``, for what is launched from here on; None: nothing was
         staged, and blocks are read in place.
     """
-    found = None if buffer is None else _coming.pop(buffer.data_ptr(), None)
-    if buffer is None or found is None:
+    if buffer is None:
         return None
-    width, event = found
-    if event is not None:
-        torch.cuda.current_stream(buffer.device).wait_event(event)
-    return _table(buffer, size, width)
+    waiting = _coming.get(_key(buffer.device), [])
+    found = next((each for each in waiting if each.buffer.data_ptr() == buffer.data_ptr()), None)
+    if found is None:
+        return None
+    waiting.remove(found)
+    _wait(found)
+    return _table(buffer, size, found.width)
+
+
+def _key(device: torch.device) -> Any:
+    return device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def _wait(found: _Staged) -> None:
+    if found.event is not None and (not found.captured or is_capturing(found.buffer.device)):
+        torch.cuda.current_stream(found.buffer.device).wait_event(found.event)
 
 
 def _table(buffer: Tensor, size: int, width: int) -> Tensor:

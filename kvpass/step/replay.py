@@ -11,7 +11,8 @@ block that changed its place makes a new graph.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -222,7 +223,8 @@ class Replayer:
         for i, tensor in masks:
             tensor[:, : inputs[i].shape[1]].copy_(inputs[i])
         try:
-            replay, outputs = self._capture.capture(lambda: self._late(*own))
+            with _casts_anew():
+                replay, outputs = self._capture.capture(lambda: self._late(*own))
         except Exception as error:  # the step itself has run twice: it is the capture that fails
             warn_user(
                 f"kvpass: a decode step could not be captured into a CUDA graph, and runs without "
@@ -234,6 +236,17 @@ class Replayer:
         if any(_memory(out) in memory for out in results):
             return None  # an input that is returned, or a part of it: the caller gets its own
         return Graph(replay, fixed, list(copied.values()), masks, outputs)
+
+
+@contextmanager
+def _casts_anew() -> Iterator[None]:
+    """Casts of weights are part of what is captured: autocast keeps others only for its block."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def _like(value: Tensor) -> tuple[Any, Tensor]:
@@ -286,6 +299,7 @@ class CudaCapture:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
+        self._stream: Any = None
         self._last: Any = None
 
     def available(self) -> bool:
@@ -307,14 +321,29 @@ class CudaCapture:
 
     def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """See :class:`Capture`."""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with (
-            _capturing,  # torch captures on one stream of its own
-            torch.cuda.device(self._device),
-            # Other threads go on with work of their own, as the copy engine does.
-            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
-        ):
-            outputs = run()
+        # Not torch.cuda.graph: it captures on a stream of the device of its first use, empties
+        # everybody's caches, and leaves the caller on that stream where a capture fails.
+        with _capturing, torch.cuda.device(self._device):
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(self._device)
+            with torch.cuda.stream(self._stream):
+                # Other threads go on with work of their own, as the copy engine does.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    outputs = run()
+                    graph.capture_end()
+                except BaseException:
+                    self._abandon(graph)
+                    raise
         return graph.replay, outputs
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture that failed; its end fails too, before memory is the allocator's again."""
+        with suppress(Exception):
+            graph.capture_end()
+        with suppress(Exception):
+            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+        self._pool = None

@@ -74,6 +74,40 @@ def test_placement_and_timing_change_no_bit(made):
     assert sum(each.replays for each in made) > 100
 
 
+def test_a_capture_that_fails_leaves_nothing_behind():
+    capture = replay.CudaCapture(torch.device("cuda", 0))
+    x = torch.ones(8, device="cuda")
+
+    def fail() -> None:
+        (x + 1).sum().item()  # a synchronisation, which no capture can have
+
+    before = torch.cuda.current_stream()
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            capture.capture(fail)
+        assert torch.cuda.current_stream() == before
+        assert not torch.cuda.is_current_stream_capturing()
+    run, out = capture.capture(lambda: x * 3)
+    x.fill_(2)
+    run()
+    torch.cuda.synchronize()
+    assert out.eq(6).all() and torch.randn(4, device="cuda").isfinite().all()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+def test_each_device_is_captured_on_its_own(made):
+    """Whatever device was captured first."""
+    for index in (0, 1, 0):
+        device = torch.device("cuda", index)
+        plain, model = tiny("llama").to(device), tiny("llama").to(device)
+        compile_with(model)
+        ids, mask = (x.to(device) for x in prompt(1, 20))
+        cache = tiered(model, device=str(device))
+        got = generate(model, ids, mask, 30, past_key_values=cache).sequences
+        assert torch.equal(got, generate(plain, ids, mask, 30).sequences)
+    assert sum(each.replays for each in made) > 60
+
+
 def test_two_threads_and_streams_do_not_mix(made):
     plain, model = tiny("llama").to("cuda"), tiny("llama").to("cuda")
     compile_with(model, cuda_graphs=True)

@@ -114,6 +114,22 @@ def test_attention_reads_the_copies_to_the_same_bits(splits: int, window: int) -
     assert torch.equal(attend(table)[0], want)
 
 
+def test_rows_that_have_outgrown_the_tables_are_read_through_their_own() -> None:
+    tables = placed([200, 60], {(0, 0), (0, 1), (1, 0)})
+    rows, q = row_ids(0, 1), torch.randn(2, 2, 1, 16)
+    _, table = staged(tables, rows, 3, width=2)
+
+    def attend(words: torch.Tensor | None) -> torch.Tensor:
+        out = triton_ops.attend_decode(
+            q, rows, tables.row_base, tables.row_len, kv_heads=1, head_dim_v=16, block_size=BLOCK,
+            scale=0.3, new_tokens=0, words=words,
+        )  # fmt: skip
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    assert torch.equal(attend(table), attend(None))
+
+
 def test_no_rows_no_room_and_bad_operands() -> None:
     tables = placed([100], {(0, 0), (0, 1)})
     rows = row_ids(0)
