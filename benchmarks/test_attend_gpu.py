@@ -236,7 +236,11 @@ def test_flex(
 ) -> None:
     problems = inputs.take(shape)
     group = benchmark.group = name_of(shape)
-    assert problems[0].error(flex(problems[0])) < TOLERANCE
+    try:
+        out = flex(problems[0])
+    except Exception as error:  # a rival that cannot run this shape
+        pytest.skip(f"{FLEX} cannot run this: {str(error).splitlines()[0]}")
+    assert problems[0].error(out) < TOLERANCE
     measure(benchmark, problems, flex, "hbm", 1.0)
     note(request, benchmark, group, FLEX, against="best SDPA")
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -173,6 +174,26 @@ def test_what_cannot_be_captured_runs_as_it_is_and_says_so_once(hand):
         got = generate(model, ids, mask, 20, past_key_values=tiered(model)).sequences
     assert torch.equal(got, plain_tokens("llama", ids, mask, 20))
     assert sum("captured" in str(each.message) for each in seen) == 1
+
+
+def test_a_capture_that_another_thread_broke_is_tried_again(hand, monkeypatch):
+    model = tiny("llama")
+    compile_with(model)
+    real, calls = hand.capture, []
+
+    def capture(run):
+        calls.append(run)
+        if len(calls) == 1:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        return real(run)
+
+    monkeypatch.setattr(hand, "capture", capture)
+    ids, mask = prompt(1, 20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", kvpass.errors.KVPassWarning)
+        got = generate(model, ids, mask, 20, past_key_values=tiered(model)).sequences
+    assert torch.equal(got, plain_tokens("llama", ids, mask, 20))
+    assert hand.captured == 1 and hand.replayed > 10
 
 
 def test_parameters_that_move_are_captured_anew(hand):

@@ -28,6 +28,9 @@ from kvpass.warn import warn_user
 WARM_UP = 2
 """Calls of a shape that run as they are: they compile kernels, and prompts come once."""
 
+MOST_FAILURES = 2
+"""Captures that fail before no more are tried: work of other threads may break one of them."""
+
 MOST_GRAPHS = 8
 """Of one step; the one that was not used for longest makes room."""
 
@@ -115,6 +118,7 @@ class Replayer:
         self._graphs: dict[Any, Graph] = {}
         self._seen: dict[Any, int] = {}
         self._given_up = False
+        self._failures = 0
         self._lock = threading.Lock()
         self.replays = self.captures = 0
 
@@ -172,7 +176,8 @@ class Replayer:
                 return None
             graph = self._made(inputs, first_mask)
             if graph is None:
-                self._given_up = True
+                self._seen[key] = 0
+                self._given_up = self._failures >= MOST_FAILURES
                 return None
             self.captures += 1
         self._graphs[key] = graph  # the one used last comes last
@@ -226,15 +231,20 @@ class Replayer:
             with _casts_anew():
                 replay, outputs = self._capture.capture(lambda: self._late(*own))
         except Exception as error:  # the step itself has run twice: it is the capture that fails
-            warn_user(
-                f"kvpass: a decode step could not be captured into a CUDA graph, and runs without "
-                f"one, which is slower: {type(error).__name__}: {str(error).splitlines()[0]}"
-            )
+            self._failures += 1
+            if self._failures >= MOST_FAILURES:
+                warn_user(
+                    f"kvpass: a decode step could not be captured into a CUDA graph, and runs "
+                    f"without one, which is slower: {type(error).__name__}: "
+                    f"{str(error).splitlines()[0]}"
+                )
             return None
         memory = {_memory(value) for value in own if isinstance(value, Tensor)}
         results = [out for out in _leaves(outputs) if isinstance(out, Tensor) and out.numel()]
         if any(_memory(out) in memory for out in results):
-            return None  # an input that is returned, or a part of it: the caller gets its own
+            # An input that is returned, or a part of it: the caller gets its own.
+            self._failures = MOST_FAILURES
+            return None
         return Graph(replay, fixed, list(copied.values()), masks, outputs)
 
 
