@@ -166,7 +166,7 @@ def _attend_cuda(
     return token_major(out)
 
 
-def _stage_cpu(
+def _stage_fake(
     token: Tensor,
     rows: Tensor,
     layer: int,
@@ -187,7 +187,7 @@ def _stage_cuda(
     window: int,
     chunk: int,
 ) -> Tensor:
-    buffer = rows.new_empty(buffer_bytes(rows.shape[1]), dtype=torch.uint8)
+    buffer = _stage_fake(token, rows, layer, block_size, block_bytes, window, chunk)
     start(buffer, rows, layer, block_size, block_bytes, window, chunk)
     return buffer
 
@@ -331,7 +331,7 @@ _LIBRARY.impl("append", _append_cpu, "CPU")
 _LIBRARY.impl("attend", _attend_cpu, "CPU")
 _LIBRARY.impl("append", _append_cuda, "CUDA")
 _LIBRARY.impl("attend", _attend_cuda, "CUDA")
-_LIBRARY.impl("stage", _stage_cpu, "CPU")
+_LIBRARY.impl("stage", _stage_fake, "CPU")
 _LIBRARY.impl("stage", _stage_cuda, "CUDA")
 # Below a frame that Dynamo gave up on, it would compile the runtime that these call.
 _LIBRARY.impl("cache_update", torch._dynamo.disable(_cache_update), "CPU")
@@ -340,7 +340,7 @@ _LIBRARY.impl("materialize", torch._dynamo.disable(_materialize), "CPU")
 
 torch.library.register_fake("kvpass::append", _append_fake, lib=_LIBRARY)
 torch.library.register_fake("kvpass::attend", _attend_fake, lib=_LIBRARY)
-torch.library.register_fake("kvpass::stage", _stage_cpu, lib=_LIBRARY)
+torch.library.register_fake("kvpass::stage", _stage_fake, lib=_LIBRARY)
 torch.library.register_fake("kvpass::cache_update", _cache_update_fake, lib=_LIBRARY)
 torch.library.register_fake("kvpass::materialize", _materialize_fake, lib=_LIBRARY)
 

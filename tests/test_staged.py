@@ -190,7 +190,7 @@ def test_one_query_over_many_new_keys_is_not_staged(graphs, new, count):
     assert graphs[-1].count == count
 
 
-def test_only_the_backends_own_option_stages(monkeypatch, tmp_path):
+def test_only_the_backends_own_option_stages(monkeypatch):
     """A file may say so for a CPU, as the example of the README does."""
     assert not stages(kvpass.Config())
     assert not stages(kvpass.Config(prefetch=True))
