@@ -173,13 +173,15 @@ def bench() -> Iterator[Bench]:
     made.plain()
 
 
-def cache_of(way: Way, bench: Bench, batch: int, most: int) -> Any:
-    """An empty cache of the kind that a way is for."""
+def cache_of(way: Way, bench: Bench, batch: int, context: int, most: int) -> Any:
+    """An empty cache of the kind that a way is for, of ``most`` tokens."""
     config = bench.model.config
     if way.run in ("kvpass", "stock tiered"):
         need = batch * (most + 512) * bytes_of_token()
         # A fifth of the hot tier is kept free, so what must all fit is given a quarter more.
-        hot = int(need * way.hot * 1.3) if way.hot else batch * LAYERS * bytes_of_token() * 32
+        hot = need * 13 // 10
+        if way.hot < 1.0:
+            hot = batch * bytes_of_token() * max(int(context * way.hot), 32 * LAYERS)
         options: dict[str, Any] = {} if way.hot == 1.0 else {"resident_tokens": 0}
         return kvpass.TieredCache(config, most, hot=hot, cold=2 * need, **options)
     if way.run in ("static", "offloaded static"):
@@ -242,7 +244,7 @@ def decode(way: Way, bench: Bench, context: int, batch: int) -> tuple[np.ndarray
     else:
         bench.plain()
     peak = Peak()
-    cache = cache_of(way, bench, batch, context + 4 * WARM + 2 * count)
+    cache = cache_of(way, bench, batch, context, context + 4 * WARM + 2 * count)
     bench.store(cache, ids)
     generate = ours if way.run == "kvpass" else stock
 
@@ -284,7 +286,35 @@ def decode(way: Way, bench: Bench, context: int, batch: int) -> tuple[np.ndarray
         found = cache.snapshot()
         assert found is not None
         facts["cold"] = f"{found.cold_only_bytes / found.kv_bytes:.0%}"
+        if not way.hot and batch == 1 and DEVICE.type == "cuda":
+            facts |= of_the_link(bench, float(np.median(seconds)), found.cold_only_bytes)
     return seconds, facts
+
+
+def of_the_link(bench: Bench, seconds: float, cold: int) -> dict[str, str]:
+    """How near reading what is cold comes to the rate of one large copy.
+
+    Args:
+        bench: the model, compiled.
+        seconds: of a token.
+        cold: bytes that each token reads over the link.
+    """
+    from benchmarks.kernel_sweep import memcpy_rate
+
+    short = 256
+    cache = kvpass.TieredCache(bench.model.config, short + 256, hot="1GiB", cold="1GiB")
+    ids = prompt(1, short)
+    bench.store(cache, ids)
+    ours(bench, cache, ids, WARM)
+    cache.truncate(short - 1)
+    rest = float(np.median(ours(bench, cache, ids, WARM + 40).intervals(40)))
+    link = memcpy_rate()
+    rate = cold / (seconds - rest) / 1e9
+    return {
+        "without attention": f"{rest * 1e3:.2f} ms",
+        "memcpy": f"{link:.1f} GB/s",
+        "of memcpy": f"{rate / link:.3f}",
+    }
 
 
 def cells() -> Iterator[Any]:

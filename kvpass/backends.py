@@ -23,7 +23,7 @@ from kvpass.graph.emit import example
 from kvpass.graph.family import family_of
 from kvpass.graph.find import find_sites
 from kvpass.graph.flex import erase_unused, spell_out
-from kvpass.graph.inputs import follow_writes, give_memory
+from kvpass.graph.inputs import fix_numbers, follow_writes, give_memory, is_number
 from kvpass.graph.kv import is_update
 from kvpass.graph.legality import graph_refusal
 from kvpass.graph.plan import Plan
@@ -88,6 +88,11 @@ def backend(
     if mode not in (None, "default", "reduce-overhead"):
         _warn_once(f"mode={mode!r}: kvpass tunes nothing by trial, as with the default mode")
     graph = _copy(gm.graph)  # Dynamo still reads the graph it gave
+    fix_numbers(graph, [_source(node) for node in gm.graph.nodes if node.op == "placeholder"])
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    numbers = {
+        node: value for node, value in zip(inputs, example_inputs, strict=True) if is_number(node)
+    }
     follow_writes(graph)
     result = find_sites(graph, spell_out(graph, gm), gm)
     refusal = graph_refusal(gm) if result.sites else None
@@ -128,17 +133,31 @@ def backend(
         part.run = _module(gm, part.graph).forward
     after = text_of(_module(gm, graph))
     observe(completed(report, plan.gone, before, after, _growth(graph, plan)))
-    inner, repeats = _compile_step(gm, graph, plan, config, graphs)
+    inner, repeats = _compile_step(gm, graph, plan, config, graphs, numbers)
     plain = _module(gm, _copy(gm.graph)).forward if _may_need_it(plan) else inner
     return RewrittenGraph(plan, inner, config, manager_for, plain, repeats=repeats)
 
 
 def _compile_step(
-    gm: fx.GraphModule, graph: fx.Graph, plan: Plan, config: Config, graphs: Graphs
+    gm: fx.GraphModule,
+    graph: fx.Graph,
+    plan: Plan,
+    config: Config,
+    graphs: Graphs,
+    numbers: Mapping[fx.Node, Any],
 ) -> tuple[Callable[..., Any], Callable[[], str]]:
     """Compile a rewritten graph; with ``graphs``, so that its decode steps are captured.
 
     Where they were asked for, what cannot be captured is said once.
+
+    Args:
+        gm: holds the parameters.
+        graph: the rewritten graph.
+        plan: what it needs.
+        config: the configuration.
+        graphs: whether to capture decode steps.
+        numbers: inputs that are numbers of the host, as they came: an example without its value is
+            none to a compiler.
 
     Returns:
         What runs it, and what names that which grows with the sequence in it.
@@ -152,7 +171,8 @@ def _compile_step(
         except GrowsWithLength as reason:
             if graphs is True:
                 _warn_once(f"decode steps run without a CUDA graph, which is slower: {reason}")
-    examples = [example(node) for node in graph.nodes if node.op == "placeholder"]
+    inputs = (node for node in graph.nodes if node.op == "placeholder")
+    examples = [numbers[node] if node in numbers else example(node) for node in inputs]
     inner = compile_inner(_module(gm, graph), examples, config)
     if prelude is None or capture is None:
         return inner, lambda: _repeated(graph, plan)
@@ -194,6 +214,13 @@ def _may_need_it(plan: Plan) -> bool:
         site.buffer is not None or (site.shape.keep and site.shape.mask_offset is not None)
         for family in plan.functional
         for site in family
+    )
+
+
+def _source(node: fx.Node) -> object:
+    """Where Dynamo found an input, as far as this release says so."""
+    return getattr(node, "_dynamo_source", None) or getattr(
+        node.meta.get("grapharg"), "source", None
     )
 
 

@@ -14,8 +14,9 @@ from kvpass.graph.operands import heads_first
 from kvpass.graph.pointwise import MaskTerm
 from kvpass.graph.score import Chain
 from kvpass.graph.site import CacheSource, MaskSpec
+from kvpass.graph.sizes import Size, fixed, same, same_shape
 from kvpass.graph.values import Keep
-from kvpass.graph.walk import NotMatched, Size, fixed, need_tensor, same, same_shape, shape_of
+from kvpass.graph.walk import NotMatched, need_tensor, shape_of
 
 Sizes = tuple[Size, Size, Size, Size]
 

@@ -13,7 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from kvpass.graph.walk import Size, is_cast, op_name, tensor_of, writes_to
+from kvpass.graph.sizes import Size
+from kvpass.graph.walk import is_cast, op_name, tensor_of, writes_to
 
 Kind = Literal["value", "positions"]
 _INTEGERS = (torch.int64, torch.int32)

@@ -49,6 +49,7 @@ from kvpass.graph.site import (
     MaskSpec,
     Refusal,
 )
+from kvpass.graph.sizes import same, settled
 from kvpass.graph.static import StaticReader, root_of
 from kvpass.graph.walk import (
     NotMatched,
@@ -59,7 +60,6 @@ from kvpass.graph.walk import (
     module_path,
     need_tensor,
     op_name,
-    same,
     shape_of,
     size_reads,
     value_of,
@@ -345,10 +345,10 @@ class _Finder:
         self, query: torch.Tensor, keys: Operand, values: Operand, grouped: bool
     ) -> None:
         shape = query.shape
-        if len(shape) != 4 or not isinstance(shape[1], int):
+        if len(shape) != 4 or (heads := settled(shape[1])) is None:
             raise NotMatched("the query is not [batch, heads, tokens, head_dim] with static heads")
         for operand, what in ((keys, "keys"), (values, "values")):
-            kv_heads(operand, shape[1], grouped, what)
+            kv_heads(operand, heads, grouped, what)
 
     def _interior(self, chain: Chain, keys: Operand, values: Operand) -> tuple[fx.Node, ...]:
         inside = {*chain.interior, chain.anchor, *keys.between, *values.between}

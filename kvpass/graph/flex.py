@@ -26,15 +26,15 @@ from kvpass.graph.inline import Inliner
 from kvpass.graph.operands import unrepeat
 from kvpass.graph.pointwise import MaskTerm, walk_back
 from kvpass.graph.score import Chain
+from kvpass.graph.sizes import Size, same, settled
 from kvpass.graph.tables import TableCheck, Tables, table_check
 from kvpass.graph.walk import (
     NotMatched,
-    Size,
     describe,
     is_written,
     need_tensor,
     op_name,
-    same,
+    scalar_of,
     shape_of,
     tensor_of,
     value_of,
@@ -174,7 +174,7 @@ class _Speller:
         if not isinstance(block_mask, (tuple, list)) or len(block_mask) < 9:
             raise NotMatched("the BlockMask of flex_attention has unknown parts")
         q, k = need_tensor(query, "the query"), need_tensor(keys, "the keys")
-        if q.dim() != 4 or k.dim() != 4 or not all(isinstance(x.shape[1], int) for x in (q, k)):
+        if q.dim() != 4 or k.dim() != 4 or None in [settled(x.shape[1]) for x in (q, k)]:
             raise NotMatched("flex_attention with a number of heads that is not static")
         assert isinstance(query, fx.Node) and isinstance(keys, fx.Node)
         assert isinstance(values, fx.Node)
@@ -195,7 +195,11 @@ class _Speller:
         scores = inliner.inline(score_function, [scores, *axes.indices], scored)  # type: ignore[arg-type]
         if not isinstance(scores, fx.Node) or tensor_of(scores) is None:
             raise NotMatched("the score_mod of flex_attention gives no scores")
-        tables = Tables(*block_mask[_TABLE_FIELDS], *block_mask[-3:-1])
+        block = [
+            size if (size := scalar_of(part)) is None else settled(size)
+            for part in block_mask[-3:-1]
+        ]
+        tables = Tables(*block_mask[_TABLE_FIELDS], *block)
         whole = (*key, *tables.nodes, *tables.block)
         if whole not in self.checks:
             self.checks[whole] = table_check(self.graph, mask, axes.rows, tables, sizes)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from kvpass.graph.inputs import NUMBER
 from kvpass.graph.pointwise import from_product
 from kvpass.graph.values import LARGEST
 from kvpass.graph.walk import (
@@ -144,6 +145,9 @@ class Inliner:
         name = op_name(node).removeprefix("function ")
         if name == "getitem":
             return self._index(node, known)
+        read = known.get(node.args[0]) if name == "item" else None  # type: ignore[arg-type]
+        if isinstance(read, fx.Node) and NUMBER in read.meta:
+            return read.meta[NUMBER]
         target: Any = self._out_of_place(node, known) if mutates(node) else node.target
         name = target.__name__ if target is not node.target else name
         allowed = name in _ELEMENTWISE or (name in _CONSTANTS and shape_of(node) == ())

@@ -10,6 +10,7 @@ from torch import fx
 
 from kvpass.graph.operands import Operand
 from kvpass.graph.site import CacheForm, CacheSource, MaskSpec, tokens_axis
+from kvpass.graph.sizes import proven, same, settled
 from kvpass.graph.walk import (
     NotMatched,
     bind,
@@ -20,8 +21,7 @@ from kvpass.graph.walk import (
     mutates,
     need_tensor,
     op_name,
-    proven,
-    same,
+    scalar_of,
     shape_of,
     tensor_of,
     upwards,
@@ -234,14 +234,14 @@ def _stored(cat: fx.Node, axis: int) -> tuple[fx.Node, int]:
     for user in cat.users:
         if op_name(user) != "getitem" or not _returned(user):
             continue
-        keep = _last_tokens(user.args[1], axis)
+        keep = last_tokens(user.args[1], axis)
         if keep is None:
             raise NoSource(f"a slice of the grown cache is returned ({user.name}) and not read")
         return user, keep
     raise NoSource(f"the grown cache {cat.name} is not returned by the graph")
 
 
-def _last_tokens(index: object, axis: int) -> int | None:
+def last_tokens(index: object, axis: int) -> int | None:
     """``k`` of the index ``[:, :, -k:, :]``, or of ``[:, -k:]`` where tokens are on axis 1."""
     whole = slice(None, None, None)
     if not isinstance(index, tuple) or not axis < len(index) <= 4:
@@ -251,8 +251,9 @@ def _last_tokens(index: object, axis: int) -> int | None:
     tokens = index[axis]
     if not isinstance(tokens, slice) or tokens.stop is not None or tokens.step not in (None, 1):
         return None
-    start = tokens.start
-    return -start if isinstance(start, int) and start < 0 else None
+    start = scalar_of(tokens.start)
+    known = None if start is None else settled(start)
+    return -known if known is not None and known < 0 else None
 
 
 def _returned(node: fx.Node) -> bool:

@@ -13,15 +13,13 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from kvpass.graph.sizes import fixed, same, same_shape
 from kvpass.graph.walk import (
     NotMatched,
     bind,
-    fixed,
     mutates,
     need_tensor,
     op_name,
-    same,
-    same_shape,
     shape_of,
     tensor_of,
     writes_to,

@@ -10,7 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from kvpass.graph.latent import Latent
 from kvpass.graph.operands import heads_first
 from kvpass.graph.site import AttentionSite
-from kvpass.graph.walk import same, same_shape, tensor_of
+from kvpass.graph.sizes import same, same_shape, settled
+from kvpass.graph.walk import tensor_of
 from kvpass.runtime.handle import KVHandle
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -48,15 +49,15 @@ def site_refusal(site: AttentionSite) -> str | None:
         return f"query on {query.device}, keys on {keys.device}, values on {values.device}"
     dims = (("query", query, keys), ("keys", keys, keys), ("values", values, values))
     for name, tensor, match in dims:
-        size = tensor.shape[3]
-        if not isinstance(size, int):
+        size = settled(tensor.shape[3])
+        if size is None:
             return f"head_dim of the {name} is not static"
         if not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
             return f"head_dim {size} of the {name}: supported are {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
         if not same(size, match.shape[3]):
             return f"head_dim of query {query.shape[3]} and keys {keys.shape[3]} differ"
-    heads, kv_heads = query.shape[1], keys.shape[1]
-    if not isinstance(heads, int) or not isinstance(kv_heads, int):
+    heads, kv_heads = settled(query.shape[1]), settled(keys.shape[1])
+    if heads is None or kv_heads is None:
         return "the number of heads is not static"
     if heads % kv_heads:
         return f"{heads} query heads are not a multiple of {kv_heads} KV heads"
@@ -107,8 +108,9 @@ def _latent_refusal(site: AttentionSite, latent: Latent) -> str | None:
         return f"query, latents, their weight and the output differ in dtype ({weight.dtype})"
     if len({tensor.device for tensor in tensors}) > 1:
         return "query, latents and their weight are on different devices"
-    widths = [tensor.shape[-1] for tensor in (query, latents, rotary, output)]
-    if not all(isinstance(width, int) for width in widths):
+    sizes = [settled(tensor.shape[-1]) for tensor in (query, latents, rotary, output)]
+    widths = [size for size in sizes if size is not None]
+    if len(widths) < len(sizes):
         return "the channels of query, latents or output are not static"
     width, channels, turned, _ = widths
     if not MIN_HEAD_DIM <= channels <= MAX_LATENT_DIM:

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from kvpass.graph.entry import EntryValues
+from kvpass.graph.sizes import Size, fixed, proven, same
 from kvpass.graph.values import (
     LARGEST,
     Bias,
@@ -33,16 +34,12 @@ from kvpass.graph.values import (
     same_chunk,
 )
 from kvpass.graph.walk import (
-    Size,
     bind,
-    fixed,
     inserted_axes,
     is_cast,
     is_written,
     number_of,
     op_name,
-    proven,
-    same,
     scalar_of,
     shape_of,
     tensor_of,

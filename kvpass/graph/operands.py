@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from kvpass.graph.sizes import same_shape, settled
 from kvpass.graph.walk import (
     NotMatched,
     bind,
@@ -18,7 +19,6 @@ from kvpass.graph.walk import (
     need_tensor,
     number_of,
     op_name,
-    same_shape,
     shape_of,
     tensor_of,
 )
@@ -235,9 +235,10 @@ def kv_heads(operand: Operand, query_heads: int, grouped: bool, what: str) -> in
         NotMatched: the heads of the product do not follow "query head i uses KV head i // r".
     """
     unfolded = (n for n in (operand.node, *operand.between, operand.base) if _rank(n) == 4)
-    product = need_tensor(next(unfolded, None), what).shape[2 if operand.seen_first else 1]
-    stored = need_tensor(operand.base, what).shape[2 if operand.tokens_first else 1]
-    if not isinstance(product, int) or not isinstance(stored, int):
+    base = need_tensor(operand.base, what)
+    product = settled(need_tensor(next(unfolded, None), what).shape[2 if operand.seen_first else 1])
+    stored = settled(base.shape[2 if operand.tokens_first else 1])
+    if product is None or stored is None:
         raise NotMatched(f"the number of heads of the {what} is not static")
     fits = product in (query_heads, 1) or (grouped and query_heads % max(product, 1) == 0)
     if not fits or stored < 1 or query_heads % stored:

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from kvpass.graph.product import PRODUCTS
+from kvpass.graph.sizes import same_shape
 from kvpass.graph.walk import (
     NotMatched,
     bind,
@@ -24,7 +25,6 @@ from kvpass.graph.walk import (
     mutates,
     number_of,
     op_name,
-    same_shape,
     shape_of,
     tensor_of,
     value_of,

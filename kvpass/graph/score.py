@@ -18,6 +18,7 @@ from kvpass.graph.pointwise import (
     walk_back,
 )
 from kvpass.graph.product import PRODUCTS, bias_of, key_operand, value_operand
+from kvpass.graph.sizes import same_shape, settled
 from kvpass.graph.tables import TableCheck
 from kvpass.graph.walk import (
     NotMatched,
@@ -26,7 +27,6 @@ from kvpass.graph.walk import (
     is_cast,
     number_of,
     op_name,
-    same_shape,
     shape_of,
     tensor_of,
 )
@@ -130,8 +130,8 @@ def match_sdpa(node: fx.Node) -> Chain:
     given = bound.get("scale")
     unknown = run_time_number(given)
     if given is None:
-        head_dim = (shape_of(query) or (0,))[-1]
-        if not isinstance(head_dim, int) or head_dim < 1:
+        head_dim = settled((shape_of(query) or (0,))[-1])
+        if head_dim is None or head_dim < 1:
             raise NotMatched("head_dim is not static, so the default scale is unknown")
         scores.scale = 1.0 / math.sqrt(head_dim)
     elif unknown is not None:

@@ -12,8 +12,9 @@ from kvpass.graph.entry import EntryValues
 from kvpass.graph.latent import Latent
 from kvpass.graph.pointwise import MaskTerm
 from kvpass.graph.probe import Probe
+from kvpass.graph.sizes import Size, same
 from kvpass.graph.tables import TableCheck
-from kvpass.graph.walk import Size, same, shape_of
+from kvpass.graph.walk import shape_of
 
 CacheForm = Literal["tiered", "functional", "read", "static", "none"]
 

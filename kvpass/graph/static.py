@@ -20,20 +20,17 @@ import torch
 from torch import fx
 
 from kvpass.graph.inputs import symbols_of
-from kvpass.graph.kv import is_handle
+from kvpass.graph.kv import is_handle, last_tokens
 from kvpass.graph.mask import MaskReader
 from kvpass.graph.operands import Operand
 from kvpass.graph.site import CacheSource, tokens_axis
+from kvpass.graph.sizes import Size, fixed, proven, same, settled
 from kvpass.graph.values import Index
 from kvpass.graph.walk import (
     NotMatched,
-    Size,
     bind,
-    fixed,
     is_cast,
     op_name,
-    proven,
-    same,
     scalar_of,
     shape_of,
     tensor_of,
@@ -104,6 +101,8 @@ class StaticReader:
         axis = tokens_axis(k.tokens_first)
         size = (shape_of(k.node) or ())[axis]
         known = fixed(size)
+        if known is None and (k.kind != "at" or not self._readable(size)):
+            known = settled(size)
         capacity: Size = size if known is None else known
         other = (shape_of(v.node) or ())[axis]
         alike: tuple[tuple[Size, Size], ...] = ()
@@ -304,12 +303,10 @@ class StaticReader:
             if not isinstance(buffer, fx.Node) or not _is_buffer(buffer):
                 continue
             shape = shape_of(buffer)
-            capacity = fixed(shape[2]) if shape is not None and len(shape) == 4 else None
-            index = user.args[1]
-            wanted = (_WHOLE, _WHOLE, slice(None if capacity is None else -capacity, None, None))
-            if not isinstance(index, tuple) or index not in (wanted, (*wanted, _WHOLE)):
+            capacity = settled(shape[2]) if shape is not None and len(shape) == 4 else None
+            if capacity is None or last_tokens(user.args[1], 2) != capacity:
                 raise NotMatched(f"{user.name} does not take the tokens that fit in {buffer.name}")
-            if self._writes(buffer) != copies or capacity is None:
+            if self._writes(buffer) != copies:
                 raise NotMatched(f"the buffer {buffer.name} is written more than once")
             return self._joined(node, buffer, copies[0], user, capacity)
         return None
@@ -365,9 +362,12 @@ def _check_new(buffer: _Buffer) -> None:
         )
     axis = tokens_axis(buffer.tokens_first)
     wanted = [whole.shape[0] if buffer.batch is None else buffer.batch, *whole.shape[1:]]
-    if not all(
-        i == axis or same(a, b) for i, (a, b) in enumerate(zip(new.shape, wanted, strict=True))
-    ):
+    fits = [
+        same(a, b) or (i > 0 and settled(a) == settled(b))
+        for i, (a, b) in enumerate(zip(new.shape, wanted, strict=True))
+        if i != axis
+    ]
+    if not all(fits):
         raise NotMatched(
             f"new tokens {tuple(new.shape)} do not fill the heads and sequences of the buffer "
             f"{buffer.node.name} {tuple(whole.shape)}"

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from kvpass.graph.sizes import Size
 from kvpass.graph.walk import (
     NotMatched,
-    Size,
     is_written,
     mutates,
     op_name,

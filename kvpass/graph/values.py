@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from kvpass.graph.walk import Size, same
+from kvpass.graph.sizes import Size, same
 
 LARGEST = 1 << 40
 """Numbers below it may be added to positions, which are far smaller, and never wrap in int64."""

@@ -11,10 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.utils._sympy.functions import Max, Min
 
-Size = int | torch.SymInt
+from kvpass.graph.sizes import Size, fixed
 
 
 class NotMatched(Exception):
@@ -204,33 +202,6 @@ def number_of(arg: object) -> float | None:
     return None
 
 
-def proven(condition: Any) -> bool:
-    """True if the condition holds for every input the graph's guards admit. Adds no guard."""
-    return bool(statically_known_true(condition))
-
-
-def same(a: Size, b: Size) -> bool:
-    """Whether two sizes are proven equal."""
-    return proven(a == b) or fixed(a - b) == 0
-
-
-def fixed(size: Size) -> int | None:
-    """The value of a size that is proven to have only one, else None."""
-    if isinstance(size, int):
-        return size
-    env = size.node.shape_env
-    expr = env.replace(size.node.expr)
-    for extremum in expr.atoms(Max, Min):
-        # Of max(0, tokens - window), which is the larger follows from the guards on tokens.
-        sign = 1 if isinstance(extremum, Max) else -1
-        for item in extremum.args:
-            others = [other for other in extremum.args if other is not item]
-            if all(env.bound_sympy(sign * (item - other)).lower >= 0 for other in others):
-                expr = expr.xreplace({extremum: item})
-                break
-    return int(expr) if expr.is_number else None
-
-
 def constant_int(arg: object) -> int:
     """An int argument of an op that takes no symbols; under ``dynamic=True`` it may be a node.
 
@@ -242,12 +213,6 @@ def constant_int(arg: object) -> int:
     if value is None:
         raise NotMatched(f"{arg} is not an integer known at compile time")
     return value
-
-
-def same_shape(a: Iterable[Size], b: Iterable[Size]) -> bool:
-    """Whether two shapes are proven equal."""
-    first, second = tuple(a), tuple(b)
-    return len(first) == len(second) and all(map(same, first, second))
 
 
 def inserted_axes(index: object, ndim: int) -> list[int | None] | None:
