@@ -76,12 +76,8 @@ def read_ahead(config: Config, model_type: str) -> ReadAhead:
 
 
 def stages(config: Config) -> bool:
-    """Whether decode steps on a GPU copy the next layer's cold blocks.
-
-    Only where the backend was told so: a file that says ``prefetch: true`` means a CPU's disk.
-    """
-    written = config.written("attention.prefetch")
-    return config.attention.prefetch is True and written is not None and written.origin == ORIGIN
+    """Whether decode steps on a GPU copy the next layer's cold blocks, as they are compiled."""
+    return config.attention.prefetch is not False
 
 
 def tune(batch: Batch, config: Config, model_type: str) -> None:
@@ -97,7 +93,8 @@ def tune(batch: Batch, config: Config, model_type: str) -> None:
     else:
         _warn_of_prefetch(tuple(prefetch_options(config, model_type)))
         written = config.written("attention.prefetch")
-        if written is not None and written.origin == "keyword argument":
+        off = config.attention.prefetch is False
+        if off and written is not None and written.origin == "keyword argument":
             _warn_of_backend(str(written))
 
 
@@ -141,5 +138,5 @@ def _warn_of_backend(given: str) -> None:
     """Once for the same option."""
     warn_user(
         f"{given}: without effect on a GPU as an option of a cache: there compiled steps read "
-        "ahead where the backend was told so, options={'prefetch': True}"
+        "ahead unless the backend was told otherwise, options={'prefetch': False}"
     )

@@ -14,7 +14,7 @@ import triton_ops
 from kvpass import backends
 from kvpass.graph.stage import stage_ahead
 from kvpass.runtime import staged
-from kvpass.tuning import ORIGIN, stages
+from kvpass.tuning import stages
 from tests.long_steps import chunk, token, worst
 from tests.models import OPTIONS, compile_with, generate, prompt, tiered, tiny
 from tests.runtime.harness import Driver
@@ -97,7 +97,8 @@ def test_hot_blocks_are_not_staged(attends):
     driver = Driver(layers=2, hot="1MiB")
     chunk(driver, 100)
     attends.clear()
-    assert worst(token(driver, staged=True)) < 1e-5
+    with staged.step_over([driver.batch.rows]):
+        assert worst(token(driver, staged=True)) < 1e-5
     assert attends == [None, None]
 
 
@@ -190,14 +191,26 @@ def test_one_query_over_many_new_keys_is_not_staged(graphs, new, count):
     assert graphs[-1].count == count
 
 
-def test_only_the_backends_own_option_stages(monkeypatch):
-    """A file may say so for a CPU, as the example of the README does."""
-    assert not stages(kvpass.Config())
-    assert not stages(kvpass.Config(prefetch=True))
-    monkeypatch.setenv("KVPASS_PREFETCH", "true")
+def test_all_stage_but_who_says_otherwise(monkeypatch):
+    assert stages(kvpass.Config()) and stages(kvpass.Config(prefetch=True))
+    assert not stages(kvpass.Config(prefetch=False))
+    monkeypatch.setenv("KVPASS_PREFETCH", "false")
     assert not stages(kvpass.Config.load())
-    assert stages(kvpass.Config.load(origin=ORIGIN, prefetch=True))
-    assert not stages(kvpass.Config.load(origin=ORIGIN, prefetch=False))
+    assert stages(kvpass.Config.load(prefetch=True))
+
+
+@pytest.mark.parametrize("hot", ["1MiB", "16KiB"])
+def test_a_step_says_whether_it_has_cold_blocks(hot):
+    driver = Driver(layers=2, **{**SMALL, "hot": hot})
+    chunk(driver, 150)
+    token(driver, staged=True)
+    assert staged.is_wanted(), "whoever says nothing is served"
+    with staged.step_over([driver.batch.rows]):
+        assert staged.is_wanted() == (hot == "16KiB")
+        with staged.step_over([torch.zeros(3, 1, dtype=torch.int32)]):
+            assert staged.is_wanted(), "rows that nobody knows"
+    assert staged.is_wanted()
+    staged._coming.clear()
 
 
 def test_prompts_and_defaults_stage_nothing(monkeypatch):
@@ -210,4 +223,3 @@ def test_prompts_and_defaults_stage_nothing(monkeypatch):
         generate(model, ids, mask, 3, past_key_values=tiered(model))
     assert not seen, "a CPU reads ahead in another way"
     torch._dynamo.reset()
-    assert kvpass.Config().attention.prefetch == "auto"

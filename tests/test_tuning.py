@@ -115,11 +115,12 @@ def test_reading_ahead_on_a_gpu_is_said_to_have_no_effect() -> None:
         warnings.simplefilter("error")
         tuning.tune(batch, Config(), "llama")
         tuning.tune(batch, Config(**FAMILIES), "qwen2")
-    with pytest.warns(KVPassWarning, match=r"the backend was told so, options="):
-        tuning.tune(batch, Config(prefetch=True), "llama")
+    with pytest.warns(KVPassWarning, match=r"the backend was told otherwise, options="):
+        tuning.tune(batch, Config(prefetch=False), "llama")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        given = Config.load(origin="options= of torch.compile", prefetch=True)
+        tuning.tune(batch, Config(prefetch=True), "llama")
+        given = Config.load(origin="options= of torch.compile", prefetch=False)
         tuning.tune(batch, given, "llama")
     for options in (FAMILIES, {"lookahead": 2}):
         with pytest.warns(KVPassWarning, match="without effect on a GPU"):

@@ -99,8 +99,8 @@ class AttentionConfig(BaseModel):
 
     prefetch: BooleanOrAuto = Field(
         "auto",
-        description="Whether cold blocks of later layers are read ahead: auto does on a CPU; on a "
-        "GPU true, as an option of the backend, has decode steps copy those of the next layer.",
+        description="Whether cold blocks of later layers are read ahead; auto does. On a GPU an "
+        "option of the backend: decode steps copy those of the next layer.",
     )
     lookahead: Integer = Field(
         4, ge=1, le=64, description="Layers ahead whose cold blocks are read ahead."

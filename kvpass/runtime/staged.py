@@ -4,12 +4,16 @@
 A kernel that reads cold blocks in place leaves the link idle while the model computes anything but
 attention. With staging, a few programs on a stream of their own copy cold blocks of the layer that
 attends next, as many as fit a buffer, and make tables that name the copies. Nothing of it is known
-to the host, so a captured graph does it at every replay, wherever the blocks are by then.
+to the host, so a captured graph does it at every replay, wherever the blocks are by then; a step
+whose blocks are all hot has a graph of its own, without it.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +54,39 @@ _coming: dict[Any, list[_Staged]] = {}
 
 _MOST = 4
 """Layers that are staged and not joined: two in a sequence of layers, more are of failed steps."""
+
+
+class _Step(threading.local):
+    has_cold = True
+
+
+_step = _Step()
+
+
+@contextmanager
+def step_over(rows: Sequence[Tensor]) -> Iterator[None]:
+    """What is launched inside is one step over the caches of these rows.
+
+    Args:
+        rows: int32 ``[MAX_LAYERS, B]`` each.
+    """
+    before = _step.has_cold
+    # A graph that is captured by hand is replayed wherever the blocks are by then.
+    _step.has_cold = any(is_capturing(each.device) or _has_cold(each) for each in rows)
+    try:
+        yield
+    finally:
+        _step.has_cold = before
+
+
+def _has_cold(rows: Tensor) -> bool:
+    batch = directory.batch_at(rows)
+    return batch is None or batch.cold_bytes > 0
+
+
+def is_wanted() -> bool:
+    """Whether the step being launched, or captured, has cold blocks to copy."""
+    return _step.has_cold
 
 
 @functools.cache
@@ -94,10 +131,9 @@ def start(
     size, width = rows.shape[1], tables.max_blocks
     if not size or width > WIDTH or COPIES // block_bytes < size:
         return
-    capturing = is_capturing(device)
-    batch = directory.batch_at(rows)
-    if batch is not None and not batch.cold_bytes and not capturing:
+    if not is_wanted():
         return
+    capturing = is_capturing(device)
     copies, table = buffer[:COPIES], _table(buffer, size, width)
     stage = functools.partial(
         triton_ops.stage,

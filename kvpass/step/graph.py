@@ -20,6 +20,7 @@ from kvpass.runtime.content import Lease
 from kvpass.runtime.handle import KVHandle
 from kvpass.runtime.manager import Manager
 from kvpass.runtime.manual import check_manual
+from kvpass.runtime.staged import step_over
 from kvpass.step.buffers import BufferGroup, with_memory
 from kvpass.step.functional import FunctionalGroup, check_mask, geometry_of
 from kvpass.step.sizes import CallSizes, NotCounted, has_grown, known_number
@@ -123,7 +124,8 @@ class RewrittenGraph:
             for functional, lease in zip(self._functional, leases, strict=True):
                 rows.append(steps.enter_context(functional.step(lease.manager, lease, sizes)))
             numbers = {i: known_number(args[i]) for i in plan.grows if args[i].is_cuda}
-            outputs = self.inner(*[args[i] if i >= 0 else rows[-1 - i] for i in plan.inputs])
+            with step_over(rows):
+                outputs = self.inner(*[args[i] if i >= 0 else rows[-1 - i] for i in plan.inputs])
             for i, before in numbers.items():
                 has_grown(args[i], before, sizes.of(plan.grows[i]))
         if not leases and not plan.extra:

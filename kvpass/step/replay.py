@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from kvpass.graph.prelude import Prelude
 from kvpass.runtime.capture import is_capturing
 from kvpass.runtime.locks import fork_safe_lock
+from kvpass.runtime.staged import is_wanted
 from kvpass.runtime.table import tables_for
 from kvpass.warn import warn_user
 
@@ -317,8 +318,8 @@ class CudaCapture:
         return not is_capturing(self._device)
 
     def key(self) -> Any:
-        """See :class:`Capture`: where the workspaces of kernels end."""
-        return tables_for(self._device).max_blocks
+        """See :class:`Capture`: where workspaces of kernels end, and whether blocks are staged."""
+        return tables_for(self._device).max_blocks, is_wanted()
 
     def begin(self) -> None:
         """See :class:`Capture`."""
