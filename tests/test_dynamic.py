@@ -45,7 +45,7 @@ def test_all_attentions_are_rewritten_and_steps_can_be_captured(name: str, form:
     cache, reference = cache_of(model, form), cache_of(model, "dynamic")
     reports: list[GraphReport] = []
     step, ids = compiled(model), prompt(2, 21)[0]
-    with torch.no_grad(), observed(reports.append):
+    with torch.no_grad(), observed(reports.append, texts=True):
         for start in (0, *range(21, 33)):
             position = torch.arange(start, start + ids.shape[1])[None]
             inputs = {"input_ids": ids, "position_ids": position, "use_cache": True}
@@ -55,6 +55,7 @@ def test_all_attentions_are_rewritten_and_steps_can_be_captured(name: str, form:
             ids = wanted[:, -1:].argmax(-1)
     assert reports and all(site.rewritten for report in reports for site in report.sites)
     assert reports[-1].grows == ""
+    assert ".item()" not in reports[-1].after, "a number of the host is in the step"
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
