@@ -8,6 +8,7 @@ still gives the right keys and values, as dense copies.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ from kvpass.errors import (
     CacheStateError,
     CapacityError,
     ConfigError,
+    ShapeError,
     UnsupportedError,
 )
 from kvpass.runtime import directory
@@ -238,7 +240,17 @@ class TieredCache:
         self._state.config = self.kvpass_config = config
 
     def select(self, sequences: list[int]) -> None:
-        """Keep these sequences, in this order; repeated ones share full blocks."""
+        """Keep these sequences, in this order; repeated ones share full blocks.
+
+        Raises:
+            ShapeError: no indices, or of sequences that are not there.
+        """
+        try:
+            sequences = [operator.index(sequence) for sequence in sequences]
+        except TypeError:
+            raise ShapeError(
+                f"select({sequences!r}): give indices of sequences, such as [0, 0, 2]"
+            ) from None
         state = self._state
         if state.batch is not None and state.manager is not None:
             state.replace(state.manager.fork(state.batch, sequences))

@@ -28,6 +28,16 @@ class CacheStateError(KVPassError, RuntimeError):
     """A cache or a handle is used in a state that has no right answer (freed, in use, mixed)."""
 
 
+def other_length(layer: int, stored: int, given: int) -> CacheStateError:
+    """The error of a graph that was given another length than a layer has."""
+    least = min(stored, given)
+    return CacheStateError(
+        f"layer {layer} holds {stored} tokens, the graph was given {given}: a call was "
+        "interrupted, or the cache was changed from outside in between. "
+        f"cache.truncate({least}) goes on from there"
+    )
+
+
 class ShapeError(KVPassError, ValueError):
     """Tensors given to an op disagree in shape, dtype or device."""
 

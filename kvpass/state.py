@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpass.config import Config
-from kvpass.errors import CacheStateError, CapacityError, ShapeError
+from kvpass.errors import CapacityError, ShapeError, other_length
 from kvpass.runtime.batch import Batch
 from kvpass.runtime.geometry import BlockGeometry
 from kvpass.runtime.manager import Manager
@@ -111,10 +111,7 @@ class TieredState:
         manager, batch = self.bind(k.shape[0], k.device, {layer: geometry}, k.shape[2])
         check_manual(batch, k.shape[2], [layer])
         if batch.lengths[layer] != past:
-            raise CacheStateError(
-                f"layer {layer} holds {batch.lengths[layer]} tokens, the graph was given {past}: "
-                "the cache was changed from outside in between"
-            )
+            raise other_length(layer, batch.lengths[layer], past)
         with manager.step(batch, k.shape[2], [layer]) as rows:
             torch.ops.kvpass.append(k, v, rows, layer, self.config.memory.block_size)
         return manager.gather(batch, layer, past + k.shape[2])
@@ -128,10 +125,7 @@ class TieredState:
         manager, batch = self.manager, self.batch
         if manager is None or batch is None or batch.lengths[layer] != past:
             stored = 0 if batch is None else batch.lengths[layer]
-            raise CacheStateError(
-                f"layer {layer} holds {stored} tokens, the graph was given {past}: the cache was "
-                "changed from outside in between"
-            )
+            raise other_length(layer, stored, past)
         return manager.gather(batch, layer, past)
 
     def replace(self, batch: Batch | None) -> None:

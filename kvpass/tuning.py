@@ -17,9 +17,9 @@ from kvpass.runtime.readahead import ReadAhead
 from kvpass.warn import warn_user
 
 PREFETCH_DISTANCE = 4
+"""Cold blocks ahead where no family says otherwise."""
 ORIGIN = "options= of torch.compile"
 """Where the backend's own options are written."""
-"""Cold blocks ahead where no family says otherwise."""
 EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 """Attributes of a model's config that hold the experts of a mixture."""
 

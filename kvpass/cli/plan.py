@@ -234,7 +234,7 @@ def explain(
         rows.append(
             ("decode", f"{plan.tokens_a_second:,.1f} tokens/s",
              f"{plan.seconds * 1e3:,.2f} ms a step of {batch}: weights and hot blocks at the "
-             "device rate + cold blocks at the link rate, one after another; an upper bound")
+             "device rate + cold blocks at the link rate, one after another; an estimate")
         )  # fmt: skip
     return rows
 

@@ -192,6 +192,7 @@ class Batch:
         spans: of layers that were attended by many queries, their window and chunk; 0 = all.
         ready: layers, and the tokens up to which each has blocks of its own that may be written as
             they are; None: not known.
+        unfinished: tokens up to which a pass was ended, and the layers that did not end it.
         first_read: of each layer, the first block that its last decode step read.
     """
 
@@ -233,6 +234,7 @@ class Batch:
         self.first_read = [0] * layers
         self.ready: tuple[tuple[int, ...], int] | None = None
         self.spans: dict[int, tuple[int, int]] = {}
+        self.unfinished: tuple[int, tuple[int, ...]] | None = None
         self.released = False
         self._device_lengths: list[int | None] = [None] * layers
         self._staging: list[tuple[torch.Tensor, Any]] = []

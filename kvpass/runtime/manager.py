@@ -275,8 +275,7 @@ class Manager(OfThisProcess):
             self._end(batch)
             if batch.guard is not None:
                 batch.guard.disarm(layers)
-            for layer in layers:
-                self._reserver.trim(batch, layer, batch.lengths[layer])
+            self._reserver.give_back(batch, layers)
 
     @ranged("kvpass::commit")
     def commit(self, batch: Batch, tokens: int, layers: Sequence[int]) -> None:
@@ -375,7 +374,7 @@ class Manager(OfThisProcess):
     @staticmethod
     def _share(batch: Batch, sequences: Sequence[int], lengths: list[int], new: Batch) -> None:
         """Let ``new`` own the first blocks of sequences of ``batch`` too."""
-        new.geometries = list(batch.geometries)
+        new.geometries, new.unfinished = list(batch.geometries), batch.unfinished
         new.retain(batch.retention)
         new.ahead = batch.ahead
         new.event = batch.event  # its first step may run on another stream

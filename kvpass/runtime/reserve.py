@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvpass.runtime import policy
+from kvpass.runtime import policy, unfinished
 from kvpass.runtime.batch import Batch, Block
 from kvpass.runtime.geometry import BlockGeometry
 from kvpass.runtime.metrics import Counters
@@ -46,6 +46,7 @@ class Reserver:
         """Blocks for ``tokens`` more tokens, and tables that name them; all or nothing."""
         if batch.guard is not None:
             batch.guard.check()
+        unfinished.check(batch, layers)
         made: list[tuple[int, int]] = []
         try:
             if not self._is_ready(batch, tokens, layers):
@@ -56,6 +57,7 @@ class Reserver:
         except BaseException:
             for layer, sequence in reversed(made):
                 self.drop(batch, layer, sequence, len(batch.blocks[layer][sequence]) - 1)
+            unfinished.note(batch, layers)
             raise
 
     @staticmethod
@@ -198,6 +200,12 @@ class Reserver:
                 if copy.slot.raw.is_cuda or block.slot.raw.is_cuda:
                     waiting.append(torch.cuda.current_stream(self.tiers.device).record_event())
                 self.mover.leave(block, waiting)
+
+    def give_back(self, batch: Batch, layers: Sequence[int]) -> None:
+        """Forget the blocks of a step of these layers that failed."""
+        for layer in layers:
+            self.trim(batch, layer, batch.lengths[layer])
+        unfinished.note(batch, layers)
 
     def trim(self, batch: Batch, layer: int, tokens: int) -> None:
         """Forget the blocks of a layer beyond its first ``tokens`` tokens."""

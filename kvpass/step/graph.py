@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpass.config import Config
-from kvpass.errors import CacheStateError, UnsupportedError
+from kvpass.errors import UnsupportedError, other_length
 from kvpass.graph.plan import Plan, TieredGroup
 from kvpass.runtime import directory
 from kvpass.runtime.capture import is_capturing
@@ -180,10 +180,7 @@ class RewrittenGraph:
         for layer, assumed in group.layers.items():
             stored = batch.lengths[layer]
             if sizes.of(assumed.past) != stored:
-                raise CacheStateError(
-                    f"layer {layer} holds {stored} tokens, the graph was given "
-                    f"{sizes.of(assumed.past)}: the cache was changed from outside in between"
-                )
+                raise other_length(layer, stored, sizes.of(assumed.past))
             check_mask(assumed, stored + tokens, sizes)
         return manager.step(batch, tokens, layers)
 
